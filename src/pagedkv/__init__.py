@@ -1,0 +1,1 @@
+"""Page-based memory for the key-value cache of language models."""

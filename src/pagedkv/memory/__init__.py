@@ -1,0 +1,1 @@
+"""Which physical block belongs to whom."""

@@ -1,0 +1,115 @@
+"""What a simulation found: frozen records that the table, the report and the JSON all read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+KINDS = ("token_states", "reserved", "never_used", "unusable", "cached", "free")
+"""What a slot of the KV memory can be, in the order in which charts stack them."""
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Three percentiles of one quantity, in its own unit; NaN where nothing was observed."""
+
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The run over time, each row the time-weighted mean of one interval.
+
+    `start_s`, `end_s` float64 [n]; `share` float64 [n, len(KINDS)], rows sum to 1;
+    `running`, `waiting` float64 [n], requests.
+    """
+
+    start_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    share: NDArray[np.float64]
+    running: NDArray[np.float64]
+    waiting: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class MemoryMap:
+    """Snapshots of the physical memory: `kind` uint8 [rows, columns], an index into KINDS.
+
+    Each row stands for `slots_per_row` neighbouring slots and shows the kind that most of them
+    have; column `j` was taken at `time_s[j]`. Slots used by several sequences at once are
+    counted in `shared` uint8 [rows, columns], 1 where most of a row's used slots are shared.
+    """
+
+    time_s: NDArray[np.float64]
+    kind: NDArray[np.uint8]
+    shared: NDArray[np.uint8]
+    slots_per_row: float
+
+
+@dataclass(frozen=True)
+class SchemeResult:
+    """One scheme over the whole trace. Shares are of the KV memory, 0 to 1."""
+
+    scheme: str  # "paged", "reserve-max", "reserve-pow2", "reserve-exact"
+    placement: str | None  # "first-fit", "best-fit", "buddy"; None for paged
+    share: dict[str, float]  # kind -> time-weighted share while requests wait or run; sums to 1
+    running_mean: float
+    running_peak: int
+    preemptions: int
+    recomputed_tokens: int
+    hit_rate_first: float | None  # None where the trace has no prefix ids or caching is off
+    hit_rate_all: float | None
+    hit_tokens_first: int
+    saved_by_sharing: float  # share of block-table entries that name an already counted block
+    requests_per_s: float
+    output_tokens_per_s: float
+    ttft_s: Percentiles
+    tpot_s: Percentiles
+    duration_s: float
+    num_steps: int
+    finished: int
+    refused: tuple[str, ...]  # one line for each request that could never fit
+    timeline: Timeline
+    memory_map: MemoryMap
+
+
+@dataclass(frozen=True)
+class HitRateCurve:
+    """Exact LRU hit rate at every memory size.
+
+    `blocks` int64 [k], ascending; `hit_rate` float64 [k]: share of the trace's `accesses` block
+    accesses that hit with that many blocks, for every size at which the rate changes
+    (thinned to at most a few thousand points for drawing, ends kept). `ceiling` is the rate with
+    unlimited memory. `smallest`: share of the ceiling (0.5, 0.8, 0.95, 1.0) -> fewest blocks.
+    """
+
+    block_size: int
+    accesses: int
+    distinct: int
+    blocks: NDArray[np.int64]
+    hit_rate: NDArray[np.float64]
+    ceiling: float
+    smallest: dict[float, int]
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """Everything one `pagedkv simulate` found."""
+
+    command: str  # what to type to run it again
+    settings: dict[str, str | int | float | bool | None]  # every setting, in order, by flag name
+    trace_name: str
+    trace_format: str
+    num_requests: int
+    prompt_tokens: int
+    output_tokens: int
+    num_blocks: int
+    block_size: int
+    bytes_per_token: int | None  # None when only --num-blocks was given
+    schemes: tuple[SchemeResult, ...]
+    curve: HitRateCurve | None
+    remarks: tuple[str, ...]
