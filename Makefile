@@ -52,9 +52,11 @@ bench: $(VENV)/.installed-dev  ## Speed, each against its peer in the same run
 	  echo "== $$bench"; $(CACHE) $(BIN)/python "$$bench"; \
 	done
 
-docs: $(VENV)/.installed-docs  ## The documentation as a web site, in build/site
-	$(BIN)/mkdocs build --quiet --strict --site-dir $(SITE)
+docs: $(SITE)/index.html  ## The documentation as a web site, in build/site
 	@echo "open $(SITE)/index.html"
+
+$(SITE)/index.html: $(VENV)/.installed-docs mkdocs.yml $(shell find docs src -name '*.md' -o -name '*.svg' -o -name '*.py')
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir $(SITE)
 
 clean:  ## Remove what the other targets made, but keep .venv
 	rm -rf build dist report.html report.json .coverage htmlcov
