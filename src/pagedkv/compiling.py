@@ -4,9 +4,10 @@ Hot loops are Python functions that Numba compiles. `compiled` is the only place
 how: every compiled function of the package goes through it.
 
 Numba's own cache looks at nothing but the file of the function that it caches, so a cached
-caller keeps the old code of a callee that changed in another file. Here the cache folder is
-named by a digest of *all* sources of the package, which makes stale code impossible; folders
-of other versions are left alone, since another environment may be using them.
+caller keeps the old code of a callee that changed in another file. Here compiled code is named
+by a digest of its module *and of all modules of the package that this imports, directly or not*,
+which makes stale code impossible; code of other versions is left alone, since another
+environment may be using it.
 
 Set `PAGEDKV_CACHE_DIR` to keep compiled code elsewhere than in the user's cache folder, and
 `NUMBA_DISABLE_JIT=1` to run every function uncompiled.
@@ -18,6 +19,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -31,6 +33,9 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache
 F = TypeVar("F", bound=Callable[..., Any])
 
 _PACKAGE = Path(__file__).parent
+_IMPORT = re.compile(
+    r"^\s*(?:from (pagedkv[\w.]*) import (\([^)]*\)|[^\n]*)|import (pagedkv[\w.]*))", re.MULTILINE
+)
 
 
 def compiled(function: F) -> F:
@@ -60,31 +65,54 @@ def on_first_compilation(announce: Callable[[], None]) -> Iterator[None]:
 
 
 @functools.cache
-def source_digest() -> str:
-    """Digest of all Python sources of this package and of what else shapes compiled code."""
+def source_digest(file: str) -> str:
+    """Digest of a module's source, of all it imports from this package, and of the compiler."""
     digest = hashlib.sha256()
-    for path in sorted(_PACKAGE.rglob("*.py")):
+    for path in sorted(_with_imports(Path(file))):
         digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0")
         digest.update(path.read_bytes() + b"\0")
     digest.update(f"{numba.__version__} {sys.version_info} {config.BOUNDSCHECK}".encode())
     return digest.hexdigest()[:16]
 
 
+def _with_imports(start: Path) -> set[Path]:
+    found: set[Path] = set()
+    waiting = [start]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            waiting += _imports(path)
+    return found
+
+
+@functools.cache
+def _imports(path: Path) -> list[Path]:
+    """The files of this package that the module in `path` imports, wherever in it."""
+    files = []
+    for match in _IMPORT.finditer(path.read_text(encoding="utf-8")):
+        package, names, module = match.groups()
+        modules = [package, *(f"{package}.{name}" for name in re.findall(r"\w+", names or ""))]
+        for dotted in modules if package else [module]:
+            place = _PACKAGE.joinpath(*dotted.split(".")[1:])
+            files += [f for f in (place.with_suffix(".py"), place / "__init__.py") if f.exists()]
+    return files
+
+
 @functools.cache
 def cache_folder() -> Path:
-    """The folder that compiled code of exactly these sources is kept in."""
+    """The folder that compiled code is kept in."""
     given = os.environ.get("PAGEDKV_CACHE_DIR")
     if given:
-        base = Path(given)
+        folder = Path(given)
     else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pagedkv"
-    folder = base / source_digest()
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pagedkv"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError:  # a home that cannot be written to: recompile once in each temporary folder
-        folder = Path(tempfile.gettempdir()) / f"pagedkv-{os.getuid()}" / source_digest()
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:  # a home that cannot be written to
+        folder = Path(tempfile.gettempdir()) / f"pagedkv-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 
@@ -102,7 +130,7 @@ class _Announcer(event.Listener):  # type: ignore[misc]
 
 
 class _Locator:
-    """Tells Numba's cache the folder; the digest in its name makes a source stamp needless."""
+    """Tells Numba's cache the folder and the names of files in it."""
 
     def __init__(self, py_func: Callable[..., Any], py_file: str) -> None:
         self._py_file = py_file
@@ -119,10 +147,10 @@ class _Locator:
         cache_folder()
 
     def get_source_stamp(self) -> str:
-        return source_digest()
+        return source_digest(self._py_file)
 
     def get_disambiguator(self) -> str:
-        return f"{hashlib.sha256(self._py_file.encode()).hexdigest()[:8]}-{self._line}"
+        return f"{source_digest(self._py_file)}-{self._line}"
 
 
 class _CacheImpl(CompileResultCacheImpl):  # type: ignore[misc]

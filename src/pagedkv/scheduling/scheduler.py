@@ -1,0 +1,330 @@
+"""The scheduler: who computes how many tokens in the next step.
+
+First come, first served. In each step:
+
+1. every running sequence that needs one token gets it; when blocks run out, the youngest running
+   sequence gives way: its blocks are released, and it waits at the front to be recomputed;
+2. running sequences in the middle of their prompt share what is left of the token budget, oldest
+   first;
+3. waiting sequences are admitted in order, as long as there are seats, budget and blocks. One is
+   admitted only if its whole prompt fits beside what running prompts still need, though it takes
+   only the blocks that this step writes to: two prompts that fit only one after the other run one
+   after the other instead of chasing each other out.
+
+Nobody is admitted in a step in which somebody had to give way. When nothing runs the watermark
+does not count, so a sequence that fits at all is always admitted at last.
+
+A sequence at the head of the queue that did not fit is not looked up again in every step. What it
+needs can shrink only by blocks that get published or come back into use, at most one block each;
+until those and the blocks that came free could make up for what was missing, it is left alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagedkv.compiling import compiled
+from pagedkv.memory import allocation, block_table
+from pagedkv.memory.allocation import Memory
+from pagedkv.memory.block_pool import FREE, PUBLICATIONS, REVIVED
+from pagedkv.memory.block_table import blocks_for
+from pagedkv.scheduling import queues as queue
+from pagedkv.scheduling.limits import Limits
+from pagedkv.scheduling.queues import (
+    BLOCKED,
+    BLOCKED_MARK,
+    BLOCKED_NEED,
+    FINISHED,
+    NO_ROW,
+    RUNNING_SIZE,
+    WAITING_HEAD,
+    WAITING_SIZE,
+    Queues,
+    Sequences,
+)
+
+SCHEDULED, COPIES, ADMITTED, PREEMPTED, FORKED = 0, 1, 2, 3, 4
+"""Places in `Plan.counters`: how many entries of each array below belong to this step."""
+
+
+class Plan(NamedTuple):
+    """One step: what `schedule` decided, and after `commit` what came of it."""
+
+    sequence: NDArray[np.int64]  # [SCHEDULED] who computes
+    num_new: NDArray[np.int64]  # [SCHEDULED] how many tokens
+    samples: NDArray[np.bool_]  # [SCHEDULED] whether it has a new token after this step
+    copies: NDArray[np.int32]  # [COPIES, 2] blocks to copy first: from, to
+    admitted: NDArray[np.int64]  # [ADMITTED] sequences
+    num_cached: NDArray[np.int64]  # [ADMITTED] tokens that each found in the cache
+    preempted: NDArray[np.int64]  # [PREEMPTED] sequences
+    num_lost: NDArray[np.int64]  # [PREEMPTED] computed tokens that each gave up
+    forked: NDArray[np.int64]  # [FORKED] sequences that began by forking, after `commit`
+    counters: NDArray[np.int64]
+    found: NDArray[np.int32]  # scratch for look-ups
+
+
+def make_plan(max_num_seqs: int, width: int) -> Plan:
+    """Room for steps of up to `max_num_seqs` sequences of up to `width` blocks."""
+    return Plan(
+        sequence=np.zeros(max_num_seqs, dtype=np.int64),
+        num_new=np.zeros(max_num_seqs, dtype=np.int64),
+        samples=np.zeros(max_num_seqs, dtype=np.bool_),
+        copies=np.zeros((max_num_seqs, 2), dtype=np.int32),
+        admitted=np.zeros(max_num_seqs, dtype=np.int64),
+        num_cached=np.zeros(max_num_seqs, dtype=np.int64),
+        preempted=np.zeros(max_num_seqs, dtype=np.int64),
+        num_lost=np.zeros(max_num_seqs, dtype=np.int64),
+        forked=np.zeros(max_num_seqs, dtype=np.int64),
+        counters=np.zeros(5, dtype=np.int64),
+        found=np.zeros(width, dtype=np.int32),
+    )
+
+
+@compiled
+def schedule(
+    memory: Memory, sequences: Sequences, queues: Queues, plan: Plan, limits: Limits
+) -> None:
+    """Decide the next step and make room for its tokens; the decision is in `plan`."""
+    plan.counters[:] = 0
+    budget = limits.max_num_batched_tokens
+    i = 0
+    while i < queues.counters[RUNNING_SIZE]:
+        s = queues.running[i]
+        if _num_uncomputed(memory, sequences, s) == 1:
+            if not _make_room(memory, sequences, queues, plan, s, limits):
+                break  # it was the youngest itself and gave way
+            _compute(memory, sequences, plan, s, 1, limits)
+            budget -= 1
+        i += 1
+
+    for i in range(queues.counters[RUNNING_SIZE]):
+        s = queues.running[i]
+        num_uncomputed = _num_uncomputed(memory, sequences, s)
+        if num_uncomputed == 1:
+            continue
+        num_new = min(num_uncomputed, budget)
+        needed = allocation.blocks_to_grow(memory, sequences.row[s], num_new, limits.block_size)
+        if num_new == 0 or needed > memory.pool.counters[FREE]:
+            break  # it waits for decodes to finish; if none runs, it goes on below
+        _compute(memory, sequences, plan, s, num_new, limits)
+        budget -= num_new
+
+    if plan.counters[SCHEDULED] == 0 and queues.counters[RUNNING_SIZE] > 0:
+        _prefill_oldest(memory, sequences, queues, plan, limits)
+    elif plan.counters[PREEMPTED] == 0:
+        _admit(memory, sequences, queues, plan, budget, limits)
+
+
+@compiled
+def commit(
+    memory: Memory, sequences: Sequences, queues: Queues, plan: Plan, limits: Limits
+) -> None:
+    """The step has run: publish the blocks it filled, count the tokens it sampled, fork.
+
+    `plan.samples` says who has a new token, and `plan.forked` which followers began.
+    """
+    for i in range(plan.counters[SCHEDULED]):
+        s = plan.sequence[i]
+        row = sequences.row[s]
+        num_computed = memory.tables.num_tokens[row]
+        allocation.commit(memory, row, num_computed, limits.block_size)
+        plan.samples[i] = num_computed == sequences.num_tokens[s]
+        if plan.samples[i]:
+            if sequences.num_tokens[s] == sequences.prompt_tokens[s]:
+                _fork_followers(memory, sequences, queues, plan, s)
+            sequences.num_tokens[s] += 1
+
+
+@compiled
+def finish(memory: Memory, sequences: Sequences, s: int, block_size: int) -> None:
+    """Running sequence `s` ends and gives back its blocks; `queues.drop_finished` follows."""
+    allocation.release(memory, sequences.row[s], block_size)
+    sequences.row[s] = NO_ROW
+    sequences.state[s] = FINISHED
+
+
+@compiled
+def _num_uncomputed(memory: Memory, sequences: Sequences, s: int) -> int:
+    return int(sequences.num_tokens[s] - memory.tables.num_computed[sequences.row[s]])
+
+
+@compiled
+def _compute(
+    memory: Memory, sequences: Sequences, plan: Plan, s: int, num_new: int, limits: Limits
+) -> None:
+    """Sequence `s` computes `num_new` tokens in this step; there are blocks for them."""
+    row = sequences.row[s]
+    start = memory.tables.num_tokens[row]
+    plan.counters[COPIES] = allocation.grow(
+        memory, row, num_new, limits.block_size, plan.copies, plan.counters[COPIES]
+    )
+    if sequences.num_keys[s] > 0:
+        first = sequences.first_key[s]
+        keys = sequences.keys[first : first + sequences.num_keys[s]]
+        allocation.await_keys(memory, row, start, start + num_new, keys, limits.block_size)
+    plan.sequence[plan.counters[SCHEDULED]] = s
+    plan.num_new[plan.counters[SCHEDULED]] = num_new
+    plan.counters[SCHEDULED] += 1
+
+
+@compiled
+def _make_room(
+    memory: Memory, sequences: Sequences, queues: Queues, plan: Plan, s: int, limits: Limits
+) -> bool:
+    """Let the youngest give way until `s` can have one token; False if it came to `s` itself."""
+    while (
+        allocation.blocks_to_grow(memory, sequences.row[s], 1, limits.block_size)
+        > memory.pool.counters[FREE]
+    ):
+        if _preempt_youngest(memory, sequences, queues, plan, limits.block_size) == s:
+            return False
+    return True
+
+
+@compiled
+def _prefill_oldest(
+    memory: Memory, sequences: Sequences, queues: Queues, plan: Plan, limits: Limits
+) -> None:
+    """No decode runs and the oldest prompt found no room: the younger ones give way to it."""
+    s = queues.running[0]
+    num_new = min(_num_uncomputed(memory, sequences, s), limits.max_num_batched_tokens)
+    while (
+        allocation.blocks_to_grow(memory, sequences.row[s], num_new, limits.block_size)
+        > memory.pool.counters[FREE]
+    ):
+        if _preempt_youngest(memory, sequences, queues, plan, limits.block_size) == s:
+            return
+    _compute(memory, sequences, plan, s, num_new, limits)
+
+
+@compiled
+def _preempt_youngest(
+    memory: Memory, sequences: Sequences, queues: Queues, plan: Plan, block_size: int
+) -> int:
+    """The youngest running sequence gives way: its blocks go, it waits to be recomputed."""
+    queues.counters[RUNNING_SIZE] -= 1
+    s = int(queues.running[queues.counters[RUNNING_SIZE]])
+    plan.preempted[plan.counters[PREEMPTED]] = s
+    plan.num_lost[plan.counters[PREEMPTED]] = memory.tables.num_computed[sequences.row[s]]
+    plan.counters[PREEMPTED] += 1
+    allocation.release(memory, sequences.row[s], block_size)
+    sequences.row[s] = NO_ROW
+    queue.push_front(sequences, queues, s)
+    return s
+
+
+@compiled
+def _promised(
+    memory: Memory, sequences: Sequences, queues: Queues, block_size: int
+) -> tuple[int, int]:
+    """Blocks and seats that running sequences will take before they are done with their prompt.
+
+    A follower takes a seat when it forks, and a block when it first writes.
+    """
+    num_blocks, num_seats = 0, 0
+    for i in range(queues.counters[RUNNING_SIZE]):
+        s = queues.running[i]
+        num_held = memory.tables.num_tokens[sequences.row[s]]
+        num_followers = _followers_to_come(sequences, s)
+        num_blocks += blocks_for(sequences.num_tokens[s], block_size)
+        num_blocks += num_followers - blocks_for(num_held, block_size)
+        num_seats += num_followers
+    return num_blocks, num_seats
+
+
+@compiled
+def _followers_to_come(sequences: Sequences, s: int) -> int:
+    """Sequences that will fork from `s` when its prompt is computed: none once it is."""
+    if sequences.num_tokens[s] > sequences.prompt_tokens[s]:
+        return 0
+    return int(sequences.num_followers[s])
+
+
+@compiled
+def _admit(
+    memory: Memory,
+    sequences: Sequences,
+    queues: Queues,
+    plan: Plan,
+    budget: int,
+    limits: Limits,
+) -> None:
+    if queues.counters[WAITING_SIZE] == 0 or budget == 0:
+        return
+    block_size = limits.block_size
+    promised, promised_seats = _promised(memory, sequences, queues, block_size)
+    while queues.counters[WAITING_SIZE] > 0 and budget > 0:
+        s = queues.waiting[queues.counters[WAITING_HEAD]]
+        num_followers = _followers_to_come(sequences, s)
+        if queues.counters[RUNNING_SIZE] + promised_seats + 1 + num_followers > limits.max_num_seqs:
+            return
+        room = memory.pool.counters[FREE] - promised
+        if queues.counters[RUNNING_SIZE] > 0:
+            room -= limits.watermark_blocks
+            if _is_still_blocked(memory, queues, s, room):
+                return
+        first = sequences.first_key[s]
+        keys = sequences.keys[first : first + sequences.num_keys[s]]
+        num_tokens = sequences.num_tokens[s]
+        num_hits, num_hits_free = allocation.find_prefix(
+            memory.pool, keys, num_tokens, block_size, plan.found
+        )
+        needed = blocks_for(num_tokens, block_size) - num_hits + num_hits_free
+        if needed > room:
+            queues.counters[BLOCKED] = s
+            queues.counters[BLOCKED_NEED] = needed
+            queues.counters[BLOCKED_MARK] = _num_changes(memory)
+            return
+        num_cached = num_hits * block_size
+        num_new = min(num_tokens - num_cached, budget)
+        if num_cached + num_new < num_tokens and not limits.chunked_prefill:
+            if plan.counters[SCHEDULED] > 0:
+                return
+            num_new = num_tokens - num_cached
+        queue.start_first(sequences, queues)
+        row = block_table.take_row(memory.tables)
+        sequences.row[s] = row
+        allocation.share_prefix(memory, row, plan.found, num_hits, block_size)
+        plan.admitted[plan.counters[ADMITTED]] = s
+        plan.num_cached[plan.counters[ADMITTED]] = num_cached
+        plan.counters[ADMITTED] += 1
+        _compute(memory, sequences, plan, s, num_new, limits)
+        promised += blocks_for(num_tokens, block_size) - blocks_for(
+            num_cached + num_new, block_size
+        )
+        promised += num_followers
+        promised_seats += num_followers
+        budget = max(budget - num_new, 0)
+
+
+@compiled
+def _num_changes(memory: Memory) -> int:
+    return int(memory.pool.counters[PUBLICATIONS] + memory.pool.counters[REVIVED])
+
+
+@compiled
+def _is_still_blocked(memory: Memory, queues: Queues, s: int, room: int) -> bool:
+    """Whether `s`, found not to fit before, cannot fit yet whatever a look-up would find."""
+    if queues.counters[BLOCKED] != s:
+        return False
+    could_shrink = _num_changes(memory) - queues.counters[BLOCKED_MARK]
+    return bool(queues.counters[BLOCKED_NEED] - could_shrink > room)
+
+
+@compiled
+def _fork_followers(
+    memory: Memory, sequences: Sequences, queues: Queues, plan: Plan, s: int
+) -> None:
+    """The followers of `s`, whose prompt is computed, begin with all of its blocks.
+
+    There are seats for them: admission has kept them.
+    """
+    for follower in range(s + 1, s + 1 + sequences.num_followers[s]):
+        sequences.num_tokens[follower] = sequences.prompt_tokens[follower] + 1
+        sequences.row[follower] = allocation.fork(memory, sequences.row[s])
+        queue.start(sequences, queues, follower)
+        plan.forked[plan.counters[FORKED]] = follower
+        plan.counters[FORKED] += 1
