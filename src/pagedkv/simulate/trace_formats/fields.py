@@ -73,9 +73,10 @@ class Container(Enum):
 class TraceFormat:
     """One format of trace files: its fields, and which of them says what.
 
-    `arrival` is in units of which `units_per_second` make a second. `prefix_ids` names the field with one id for
-    each `granularity` tokens of the prompt; a format that tells the granularity, or whether ids
-    go on over the output, in the file itself gives `prefix_layout`, which returns both.
+    `arrival` is in units of which `units_per_second` make a second. `prefix_ids` names the field
+    with one id for each `granularity` tokens of the prompt; a format that tells the granularity,
+    or whether ids go on over the output, in the file itself gives `prefix_layout`, which returns
+    both.
     `sessions` makes the session column, int64 [n], -1 where unknown.
     `fails_with_no_output`: requests of 0 output tokens are failed ones, to skip and count;
     otherwise they are an error.
