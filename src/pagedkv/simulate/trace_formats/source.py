@@ -58,12 +58,10 @@ def read_decompressed(path: str) -> bytes:
 
 
 def _read(path: str) -> bytes:
+    if path == STANDARD_INPUT and (sys.stdin is None or sys.stdin.closed):
+        raise TraceError("is closed: nothing can be read from it", file=display_name(path))
     try:
-        if path != STANDARD_INPUT:
-            return Path(path).read_bytes()
-        if sys.stdin is None or sys.stdin.closed:
-            raise TraceError("is closed: nothing can be read from it", file=display_name(path))
-        return sys.stdin.buffer.read()
+        return sys.stdin.buffer.read() if path == STANDARD_INPUT else Path(path).read_bytes()
     except FileNotFoundError as error:
         raise TraceError("no such file", file=display_name(path)) from error
     except IsADirectoryError as error:
