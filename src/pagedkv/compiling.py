@@ -44,7 +44,21 @@ def compiled(function: F) -> F:
     Division by zero gives inf or nan, as in NumPy, and integers wrap; nothing checks bounds
     unless `NUMBA_BOUNDSCHECK=1`.
     """
-    dispatcher = numba.njit(error_model="numpy")(function)
+    return _compiled(function, counts_references=True)
+
+
+def compiled_in_place(function: F) -> F:
+    """`compiled` for functions that only work on the arrays they are given.
+
+    Nothing in them counts references to arrays. Numba counts atomically, at every call and for
+    every array, which costs a function that looks at a block more than the look does. One that
+    makes an array, itself or in what it calls, does not compile.
+    """
+    return _compiled(function, counts_references=False)
+
+
+def _compiled(function: F, *, counts_references: bool) -> F:
+    dispatcher = numba.njit(error_model="numpy", _nrt=counts_references)(function)
     if not config.DISABLE_JIT:
         dispatcher._cache = _Cache(function)
     return cast(F, dispatcher)
@@ -69,7 +83,7 @@ def source_digest(file: str) -> str:
     """Digest of a module's source, of all it imports from this package, and of the compiler."""
     digest = hashlib.sha256()
     for path in sorted(_with_imports(Path(file))):
-        digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0")
+        digest.update(os.path.relpath(path, _PACKAGE).encode() + b"\0")
         digest.update(path.read_bytes() + b"\0")
     digest.update(f"{numba.__version__} {sys.version_info} {config.BOUNDSCHECK}".encode())
     return digest.hexdigest()[:16]

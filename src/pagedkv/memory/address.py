@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pagedkv.compiling import compiled
+from pagedkv.compiling import compiled_in_place
 
 
 class Address(NamedTuple):
@@ -41,22 +41,22 @@ def translate(block_table: NDArray[np.int32], token: int, block_size: int) -> Ad
     return Address(logical_block, block, offset, block * block_size + offset)
 
 
-@compiled
+@compiled_in_place
+def slot_of(entries: NDArray[np.int32], row: int, token: int, block_size: int) -> int:
+    """The slot of one token of the sequence whose block table is row `row` of `entries`."""
+    logical_block = token // block_size
+    return int(entries[row, logical_block]) * block_size + token - logical_block * block_size
+
+
+@compiled_in_place
 def write_slots(
-    block_table: NDArray[np.int32],
+    entries: NDArray[np.int32],
+    row: int,
     start: int,
     stop: int,
     block_size: int,
     slots: NDArray[np.int64],
 ) -> None:
     """Write the slots of tokens `start` to `stop` (half open) into `slots[: stop - start]`."""
-    logical_block = start // block_size
-    offset = start - logical_block * block_size
-    first = int(block_table[logical_block]) * block_size if start < stop else 0
     for i in range(stop - start):
-        if offset == block_size:
-            offset = 0
-            logical_block += 1
-            first = int(block_table[logical_block]) * block_size
-        slots[i] = first + offset
-        offset += 1
+        slots[i] = slot_of(entries, row, start + i, block_size)

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pagedkv.compiling import compiled
+from pagedkv.compiling import compiled_in_place
 from pagedkv.memory import block_pool, block_table, copy_on_write, prefix_cache
-from pagedkv.memory.block_pool import FREE, BlockPool, make_pool
 from pagedkv.memory.block_table import NO_BLOCK, BlockTables, blocks_for, make_tables
+from pagedkv.memory.blocks import FREE, BlockPool, make_pool
 
 
 class Memory(NamedTuple):
@@ -29,7 +29,7 @@ def make_memory(num_blocks: int, num_rows: int, width: int) -> Memory:
     return Memory(make_pool(num_blocks), make_tables(num_rows, width))
 
 
-@compiled
+@compiled_in_place
 def find_prefix(
     pool: BlockPool,
     keys: NDArray[np.uint64],
@@ -47,7 +47,7 @@ def find_prefix(
     limit = min(len(keys), (num_tokens - 1) // block_size)
     num_free = 0
     for i in range(limit):
-        block = prefix_cache.find(pool.key_index, pool.key, keys[i, 0], keys[i, 1])
+        block = prefix_cache.find(pool, keys[i, 0], keys[i, 1])
         if block < 0:
             return i, num_free
         found[i] = block
@@ -56,7 +56,7 @@ def find_prefix(
     return limit, num_free
 
 
-@compiled
+@compiled_in_place
 def share_prefix(
     memory: Memory, row: int, found: NDArray[np.int32], num_hits: int, block_size: int
 ) -> None:
@@ -68,7 +68,7 @@ def share_prefix(
     memory.tables.num_computed[row] = num_hits * block_size
 
 
-@compiled
+@compiled_in_place
 def blocks_to_grow(memory: Memory, row: int, num_new: int, block_size: int) -> int:
     """Blocks that must be taken before `num_new` tokens more can be written, a copy included."""
     num_tokens = memory.tables.num_tokens[row]
@@ -78,7 +78,7 @@ def blocks_to_grow(memory: Memory, row: int, num_new: int, block_size: int) -> i
     return needed
 
 
-@compiled
+@compiled_in_place
 def grow(
     memory: Memory,
     row: int,
@@ -106,7 +106,7 @@ def grow(
     return num_copies
 
 
-@compiled
+@compiled_in_place
 def await_keys(
     memory: Memory, row: int, start: int, stop: int, keys: NDArray[np.uint64], block_size: int
 ) -> None:
@@ -116,7 +116,7 @@ def await_keys(
         block_pool.await_key(memory.pool, block, keys[i, 0], keys[i, 1])
 
 
-@compiled
+@compiled_in_place
 def commit(memory: Memory, row: int, num_computed: int, block_size: int) -> None:
     """The first `num_computed` tokens' K and V are in the blocks now: publish what that fills."""
     tables = memory.tables
@@ -125,7 +125,7 @@ def commit(memory: Memory, row: int, num_computed: int, block_size: int) -> None
     tables.num_computed[row] = num_computed
 
 
-@compiled
+@compiled_in_place
 def fork(memory: Memory, row: int) -> int:
     """A new row that shares every block of `row`; the caller has made sure one is free."""
     tables = memory.tables
@@ -141,7 +141,7 @@ def fork(memory: Memory, row: int) -> int:
     return child
 
 
-@compiled
+@compiled_in_place
 def release(memory: Memory, row: int, block_size: int) -> None:
     """Give back the blocks and the row: deepest block first, so a chain loses its tail first."""
     tables = memory.tables
@@ -151,7 +151,7 @@ def release(memory: Memory, row: int, block_size: int) -> None:
     block_table.return_row(tables, row)
 
 
-@compiled
+@compiled_in_place
 def num_free_blocks(memory: Memory) -> int:
     """Blocks that nobody uses, cached ones included: what can be handed out."""
     return int(memory.pool.counters[FREE])

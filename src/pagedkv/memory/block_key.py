@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pagedkv.compiling import compiled
+from pagedkv.compiling import compiled_in_place
 from pagedkv.errors import InvalidInput
 
 Namespace: TypeAlias = Mapping[str, str | bytes | int]
@@ -48,7 +48,7 @@ _PARENT_HEADER = _U(TAG_PARENT << 56 | 16)
 State: TypeAlias = tuple[np.uint64, np.uint64, np.uint64, np.uint64]
 
 
-@compiled
+@compiled_in_place
 def _round(v0: np.uint64, v1: np.uint64, v2: np.uint64, v3: np.uint64) -> State:
     v0 = v0 + v1
     v1 = ((v1 << _R13) | (v1 >> _L13)) ^ v0
@@ -63,7 +63,7 @@ def _round(v0: np.uint64, v1: np.uint64, v2: np.uint64, v3: np.uint64) -> State:
     return v0, v1, v2, v3
 
 
-@compiled
+@compiled_in_place
 def _absorb(v0: np.uint64, v1: np.uint64, v2: np.uint64, v3: np.uint64, word: np.uint64) -> State:
     v3 = v3 ^ word
     v0, v1, v2, v3 = _round(v0, v1, v2, v3)
@@ -71,13 +71,13 @@ def _absorb(v0: np.uint64, v1: np.uint64, v2: np.uint64, v3: np.uint64, word: np
     return v0 ^ word, v1, v2, v3
 
 
-@compiled
+@compiled_in_place
 def _start(secret: NDArray[np.uint64]) -> State:
     s0, s1 = secret[0], secret[1]
     return s0 ^ _INIT0, s1 ^ _INIT1 ^ _EE, s0 ^ _INIT2, s1 ^ _INIT3
 
 
-@compiled
+@compiled_in_place
 def _finish(
     v0: np.uint64, v1: np.uint64, v2: np.uint64, v3: np.uint64, num_bytes: int
 ) -> tuple[np.uint64, np.uint64]:
@@ -93,7 +93,7 @@ def _finish(
     return low, v0 ^ v1 ^ v2 ^ v3
 
 
-@compiled
+@compiled_in_place
 def siphash_2_4_128(
     secret: NDArray[np.uint64], words: NDArray[np.uint64]
 ) -> tuple[np.uint64, np.uint64]:
@@ -107,7 +107,7 @@ def siphash_2_4_128(
     return _finish(v0, v1, v2, v3, 8 * len(words))
 
 
-@compiled
+@compiled_in_place
 def block_key(
     secret: NDArray[np.uint64],
     parent0: np.uint64,
@@ -138,7 +138,7 @@ def block_key(
     return _finish(v0, v1, v2, v3, 8 * num_words)
 
 
-@compiled
+@compiled_in_place
 def write_block_keys(
     secret: NDArray[np.uint64],
     root: NDArray[np.uint64],

@@ -12,61 +12,32 @@ Nothing that could still hit is lost while a useless block is free.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
-from numpy.typing import NDArray
 
-from pagedkv.compiling import compiled
+from pagedkv.compiling import compiled_in_place
 from pagedkv.memory import prefix_cache
-
-NO_KEY, PENDING, PUBLISHED = 0, 1, 2
-"""States of a block's key: none; known, but the content is not there yet; in the index."""
-
-FREE, CACHED, TAKEN, EVICTED, PUBLICATIONS, REVIVED = 0, 1, 2, 3, 4, 5
-"""Places in `BlockPool.counters`: blocks on the free list; those of them with a published key; and,
-since the start, blocks handed out, cached blocks lost to that, keys published, and cached blocks
-taken off the free list by a hit."""
-
-
-class BlockPool(NamedTuple):
-    """Columns over blocks; entry `num_blocks` of the links is the two ends of the free list."""
-
-    ref_count: NDArray[np.int32]  # [num_blocks], block-table entries that name the block
-    next_free: NDArray[np.int32]  # [num_blocks + 1]
-    previous_free: NDArray[np.int32]  # [num_blocks + 1]
-    key: NDArray[np.uint64]  # [num_blocks, 2]
-    key_state: NDArray[np.int8]  # [num_blocks]
-    key_index: NDArray[np.int64]  # [capacity], see prefix_cache
-    counters: NDArray[np.int64]  # [6]
+from pagedkv.memory.blocks import (
+    CACHED,
+    EVICTED,
+    FREE,
+    NO_KEY,
+    PENDING,
+    PUBLICATIONS,
+    PUBLISHED,
+    REVIVED,
+    TAKEN,
+    BlockPool,
+)
 
 
-def make_pool(num_blocks: int) -> BlockPool:
-    """A pool whose blocks are all free and are handed out in order from 0."""
-    ends = num_blocks
-    pool = BlockPool(
-        ref_count=np.zeros(num_blocks, dtype=np.int32),
-        next_free=np.arange(1, num_blocks + 2, dtype=np.int32),
-        previous_free=np.arange(-1, num_blocks, dtype=np.int32),
-        key=np.zeros((num_blocks, 2), dtype=np.uint64),
-        key_state=np.zeros(num_blocks, dtype=np.int8),
-        key_index=prefix_cache.make_index(num_blocks),
-        counters=np.zeros(6, dtype=np.int64),
-    )
-    pool.next_free[ends] = 0
-    pool.previous_free[0] = ends
-    pool.counters[FREE] = num_blocks
-    return pool
-
-
-@compiled
+@compiled_in_place
 def _unlink(pool: BlockPool, block: int) -> None:
     before, after = pool.previous_free[block], pool.next_free[block]
     pool.next_free[before] = after
     pool.previous_free[after] = before
 
 
-@compiled
+@compiled_in_place
 def _link_between(pool: BlockPool, block: int, before: int, after: int) -> None:
     pool.next_free[block] = after
     pool.previous_free[block] = before
@@ -74,7 +45,7 @@ def _link_between(pool: BlockPool, block: int, before: int, after: int) -> None:
     pool.previous_free[after] = block
 
 
-@compiled
+@compiled_in_place
 def take(pool: BlockPool) -> int:
     """Hand out the block at the head of the free list, with count 1 and no key.
 
@@ -86,7 +57,7 @@ def take(pool: BlockPool) -> int:
     pool.counters[FREE] -= 1
     pool.counters[TAKEN] += 1
     if pool.key_state[block] == PUBLISHED:
-        prefix_cache.remove(pool.key_index, pool.key, block)
+        prefix_cache.remove(pool, block)
         pool.counters[CACHED] -= 1
         pool.counters[EVICTED] += 1
     pool.key_state[block] = NO_KEY
@@ -94,7 +65,7 @@ def take(pool: BlockPool) -> int:
     return block
 
 
-@compiled
+@compiled_in_place
 def share(pool: BlockPool, block: int) -> None:
     """Add a user to `block`; a cached one leaves the free list, wherever in it it is."""
     if pool.ref_count[block] == 0:
@@ -105,7 +76,7 @@ def share(pool: BlockPool, block: int) -> None:
     pool.ref_count[block] += 1
 
 
-@compiled
+@compiled_in_place
 def release(pool: BlockPool, block: int) -> None:
     """Remove a user of `block`; after the last one it is free, or cached if its key is published.
 
@@ -123,7 +94,7 @@ def release(pool: BlockPool, block: int) -> None:
             _link_between(pool, block, ends, int(pool.next_free[ends]))
 
 
-@compiled
+@compiled_in_place
 def await_key(pool: BlockPool, block: int, key0: np.uint64, key1: np.uint64) -> None:
     """Note the key that `block` will be published under once its content is there."""
     pool.key[block, 0] = key0
@@ -131,7 +102,7 @@ def await_key(pool: BlockPool, block: int, key0: np.uint64, key1: np.uint64) -> 
     pool.key_state[block] = PENDING
 
 
-@compiled
+@compiled_in_place
 def publish(pool: BlockPool, block: int) -> None:
     """Make a used block with a pending key findable.
 
@@ -141,22 +112,22 @@ def publish(pool: BlockPool, block: int) -> None:
     """
     if pool.key_state[block] != PENDING:
         return
-    other = prefix_cache.find(pool.key_index, pool.key, pool.key[block, 0], pool.key[block, 1])
+    other = prefix_cache.find(pool, pool.key[block, 0], pool.key[block, 1])
     if other >= 0:
         if pool.ref_count[other] > 0:
             pool.key_state[block] = NO_KEY
             return
         forget(pool, other)
-    prefix_cache.insert(pool.key_index, pool.key, block)
+    prefix_cache.insert(pool, block)
     pool.key_state[block] = PUBLISHED
     pool.counters[PUBLICATIONS] += 1
 
 
-@compiled
+@compiled_in_place
 def forget(pool: BlockPool, block: int) -> None:
     """Drop the published key of a free block, which becomes the next to be handed out."""
     ends = len(pool.ref_count)
-    prefix_cache.remove(pool.key_index, pool.key, block)
+    prefix_cache.remove(pool, block)
     pool.key_state[block] = NO_KEY
     pool.counters[CACHED] -= 1
     _unlink(pool, block)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pagedkv.compiling import compiled
+from pagedkv.compiling import compiled_in_place
 
 ROWS = 1 << 24
 """More rows than there can be; a sequence's number modulo this is its row."""
@@ -62,7 +62,7 @@ def enlarged(tables: BlockTables, num_rows: int, width: int) -> BlockTables:
     return larger
 
 
-@compiled
+@compiled_in_place
 def take_row(tables: BlockTables) -> int:
     """Hand out a free row for a sequence of no tokens; the caller has made sure there is one."""
     tables.num_free_rows[0] -= 1
@@ -72,7 +72,7 @@ def take_row(tables: BlockTables) -> int:
     return row
 
 
-@compiled
+@compiled_in_place
 def return_row(tables: BlockTables, row: int) -> None:
     """Take back a row whose entries are all `NO_BLOCK`; its sequence's number is spent."""
     tables.num_tokens[row] = FREE_ROW
@@ -82,13 +82,13 @@ def return_row(tables: BlockTables, row: int) -> None:
     tables.num_free_rows[0] += 1
 
 
-@compiled
+@compiled_in_place
 def sequence_of(tables: BlockTables, row: int) -> int:
     """The number of the sequence that has `row`."""
     return row + ROWS * int(tables.generation[row])
 
 
-@compiled
+@compiled_in_place
 def row_of(tables: BlockTables, sequence: int) -> int:
     """The row of `sequence`, or -1 where no such sequence is alive."""
     row = sequence % ROWS
@@ -101,7 +101,7 @@ def row_of(tables: BlockTables, sequence: int) -> int:
     return row
 
 
-@compiled
+@compiled_in_place
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """Blocks that hold `num_tokens` tokens: the quotient, rounded up."""
     return (num_tokens + block_size - 1) // block_size

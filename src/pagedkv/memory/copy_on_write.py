@@ -10,13 +10,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pagedkv.compiling import compiled
+from pagedkv.compiling import compiled_in_place
 from pagedkv.memory import block_pool
-from pagedkv.memory.block_pool import BlockPool
 from pagedkv.memory.block_table import BlockTables
+from pagedkv.memory.blocks import BlockPool
 
 
-@compiled
+@compiled_in_place
 def shared_tail(pool: BlockPool, tables: BlockTables, row: int, block_size: int) -> int:
     """The partial last block of `row` if others use it too, else -1."""
     num_tokens = tables.num_tokens[row]
@@ -26,7 +26,7 @@ def shared_tail(pool: BlockPool, tables: BlockTables, row: int, block_size: int)
     return block if pool.ref_count[block] > 1 else -1
 
 
-@compiled
+@compiled_in_place
 def replace_tail(
     pool: BlockPool, tables: BlockTables, row: int, block_size: int, copy: NDArray[np.int32]
 ) -> None:

@@ -7,13 +7,13 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pagedkv.compiling import compiled
+from pagedkv.compiling import compiled, compiled_in_place
 from pagedkv.memory import allocation, block_key, block_pool
-from pagedkv.memory.address import write_slots
+from pagedkv.memory.address import slot_of
 from pagedkv.memory.allocation import Memory
 from pagedkv.memory.block_key import MAX_TOKEN_ID
-from pagedkv.memory.block_pool import FREE
 from pagedkv.memory.block_table import blocks_for, row_of, take_row
+from pagedkv.memory.blocks import FREE
 
 OK, UNKNOWN, TWICE, OUT_OF_BLOCKS, BAD_TOKEN = 0, 1, 2, 3, 4
 """What `extend` and its like report; `Outcome` says of which sequence or how many blocks."""
@@ -61,7 +61,7 @@ def _no_arrays() -> Arrays:
     return none, empty, none, none, empty
 
 
-@compiled
+@compiled_in_place
 def _count_needed(
     memory: Memory, rows: NDArray[np.int64], counts: NDArray[np.int64], block_size: int
 ) -> int:
@@ -84,7 +84,7 @@ def _count_needed(
     return needed
 
 
-@compiled
+@compiled_in_place
 def find_rows(
     memory: Memory, sequences: NDArray[np.int64], rows: NDArray[np.int64]
 ) -> tuple[int, int]:
@@ -112,7 +112,7 @@ def find_rows(
     return status, fault
 
 
-@compiled
+@compiled_in_place
 def widest(memory: Memory, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> int:
     """The most tokens that any of `rows` has once extended."""
     most = 0
@@ -121,7 +121,7 @@ def widest(memory: Memory, rows: NDArray[np.int64], counts: NDArray[np.int64]) -
     return most
 
 
-@compiled
+@compiled_in_place
 def note_tokens(
     memory: Memory,
     tails: Tails,
@@ -168,38 +168,56 @@ def extend(
     `token_ids` holds the new tokens of all rows, one row after the other. Returns slots,
     block tables, lengths, query starts and copies; see `manager.Step`.
     """
-    pool, tables = memory.pool, memory.tables
-    n = len(rows)
     for i in range(len(token_ids)):
         if token_ids[i] < 0 or token_ids[i] > MAX_TOKEN_ID:
             return (BAD_TOKEN, token_ids[i], i), _no_arrays()
     needed = _count_needed(memory, rows, counts, block_size)
-    available = pool.counters[FREE]
+    available = memory.pool.counters[FREE]
     if needed > available:
         return (OUT_OF_BLOCKS, needed, available), _no_arrays()
     slots = np.empty(len(token_ids), dtype=np.int64)
-    lengths = np.empty(n, dtype=np.int64)
-    query_starts = np.empty(n + 1, dtype=np.int64)
-    block_tables = np.empty(
-        (n, blocks_for(widest(memory, rows, counts), block_size)), dtype=np.int32
-    )
-    copies = np.empty((n, 2), dtype=np.int32)
+    lengths = np.empty(len(rows), dtype=np.int64)
+    query_starts = np.empty(len(rows) + 1, dtype=np.int64)
+    width = blocks_for(widest(memory, rows, counts), block_size)
+    block_tables = np.empty((len(rows), width), dtype=np.int32)
+    copies = np.empty((len(rows), 2), dtype=np.int32)
+    arrays = (slots, block_tables, lengths, query_starts, copies)
+    num_copies = _carry_out(memory, tails, secret, rows, counts, token_ids, caching, arrays)
+    return (OK, needed, available), (*arrays[:4], copies[:num_copies])
+
+
+@compiled_in_place
+def _carry_out(
+    memory: Memory,
+    tails: Tails,
+    secret: NDArray[np.uint64],
+    rows: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    token_ids: NDArray[np.int64],
+    caching: bool,
+    arrays: Arrays,
+) -> int:
+    """Grow every row, for which there are blocks, and fill `arrays`; returns the copies made."""
+    slots, block_tables, lengths, query_starts, copies = arrays
+    entries = memory.tables.entries
+    block_size = tails.token_ids.shape[1]
     num_copies = 0
     position = 0
-    for i in range(n):
+    for i in range(len(rows)):
         row, count = rows[i], counts[i]
-        start = tables.num_tokens[row]
+        start = memory.tables.num_tokens[row]
         num_copies = allocation.grow(memory, row, count, block_size, copies, num_copies)
-        write_slots(tables.entries[row], start, start + count, block_size, slots[position:])
+        for j in range(count):
+            slots[position + j] = slot_of(entries, row, start + j, block_size)
         if caching and tails.known[row]:
             note_tokens(memory, tails, secret, row, token_ids, position, position + count)
         query_starts[i] = position
         lengths[i] = start + count
         position += count
-        block_tables[i] = tables.entries[row, : block_tables.shape[1]]
-    query_starts[n] = position
-    arrays = (slots, block_tables, lengths, query_starts, copies[:num_copies])
-    return (OK, needed, available), arrays
+        for j in range(block_tables.shape[1]):
+            block_tables[i, j] = entries[row, j]
+    query_starts[len(rows)] = position
+    return num_copies
 
 
 @compiled
@@ -285,7 +303,7 @@ def add_tokens(
     return outcome, row, num_cached
 
 
-@compiled
+@compiled_in_place
 def fork_tail(tails: Tails, row: int, child: int) -> None:
     """Give `child` the tail of `row`."""
     tails.parent[child] = tails.parent[row]

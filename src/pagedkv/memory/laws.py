@@ -16,8 +16,8 @@ import numpy as np
 
 from pagedkv.memory import prefix_cache
 from pagedkv.memory.allocation import Memory
-from pagedkv.memory.block_pool import CACHED, FREE, NO_KEY, PENDING, PUBLISHED
 from pagedkv.memory.block_table import FREE_ROW, NO_BLOCK
+from pagedkv.memory.blocks import CACHED, FREE, NO_KEY, PENDING, PUBLISHED
 
 
 def broken_laws(memory: Memory, block_size: int) -> list[str]:
@@ -48,11 +48,7 @@ def broken_laws(memory: Memory, block_size: int) -> list[str]:
     published = np.flatnonzero(pool.key_state == PUBLISHED)
     if not np.array_equal(indexed, published):
         broken.append("law 3: the blocks in the index are not the published ones")
-    lost = [
-        b
-        for b in published
-        if prefix_cache.find(pool.key_index, pool.key, pool.key[b, 0], pool.key[b, 1]) != b
-    ]
+    lost = [b for b in published if prefix_cache.find(pool, pool.key[b, 0], pool.key[b, 1]) != b]
     _each(broken, np.array(lost, dtype=np.int64), "law 3: not found under its key: block")
 
     alive = tables.num_tokens != FREE_ROW

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from pagedkv.errors import BrokenLaw, InvalidInput, OutOfBlocks, UnknownSequence
 from pagedkv.memory import address, allocation, block_key, block_table, extension, laws
 from pagedkv.memory.block_key import Namespace
-from pagedkv.memory.block_pool import CACHED, EVICTED, FREE, PUBLICATIONS
+from pagedkv.memory.blocks import CACHED, EVICTED, FREE, PUBLICATIONS
 
 Sequences: TypeAlias = Sequence[int] | NDArray[np.int64]
 TokenIds: TypeAlias = Sequence[int] | NDArray[np.integer]
@@ -306,8 +306,8 @@ class KVCacheManager:
             stop = int(self._memory.tables.num_tokens[row])
         self._check_tokens(sequence, row, start, stop)
         slots = np.empty(stop - start, dtype=np.int64)
-        entries = self._memory.tables.entries[row]
-        address.write_slots(entries, start, stop, self._block_size, slots)
+        entries = self._memory.tables.entries
+        address.write_slots(entries, row, start, stop, self._block_size, slots)
         return slots
 
     def ref_count(self, block: int) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pagedkv.compiling import compiled
+from pagedkv.compiling import compiled_in_place
 
 EXPECTED, WAITING, RUNNING, FINISHED = 0, 1, 2, 3
 """States of a sequence; one is expected before it arrives, and while it waits to be forked."""
@@ -84,7 +84,7 @@ def make_queues(num_sequences: int, max_num_seqs: int) -> Queues:
     return queues
 
 
-@compiled
+@compiled_in_place
 def push_back(sequences: Sequences, queues: Queues, s: int) -> None:
     """Sequence `s` arrives and waits behind all others."""
     place = (queues.counters[WAITING_HEAD] + queues.counters[WAITING_SIZE]) % len(queues.waiting)
@@ -93,7 +93,7 @@ def push_back(sequences: Sequences, queues: Queues, s: int) -> None:
     sequences.state[s] = WAITING
 
 
-@compiled
+@compiled_in_place
 def push_front(sequences: Sequences, queues: Queues, s: int) -> None:
     """Sequence `s` waits again, before all others."""
     head = (queues.counters[WAITING_HEAD] - 1) % len(queues.waiting)
@@ -103,7 +103,7 @@ def push_front(sequences: Sequences, queues: Queues, s: int) -> None:
     sequences.state[s] = WAITING
 
 
-@compiled
+@compiled_in_place
 def start_first(sequences: Sequences, queues: Queues) -> int:
     """The sequence at the head of the waiting queue runs from now on."""
     head = queues.counters[WAITING_HEAD]
@@ -114,7 +114,7 @@ def start_first(sequences: Sequences, queues: Queues) -> int:
     return s
 
 
-@compiled
+@compiled_in_place
 def start(sequences: Sequences, queues: Queues, s: int) -> None:
     """Sequence `s` runs from now on, as the youngest."""
     queues.running[queues.counters[RUNNING_SIZE]] = s
@@ -123,7 +123,7 @@ def start(sequences: Sequences, queues: Queues, s: int) -> None:
     sequences.num_admissions[s] += 1
 
 
-@compiled
+@compiled_in_place
 def drop_finished(sequences: Sequences, queues: Queues) -> None:
     """Close the gaps that finished sequences leave among the running ones."""
     kept = 0

@@ -26,11 +26,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pagedkv.compiling import compiled
+from pagedkv.compiling import compiled_in_place
 from pagedkv.memory import allocation, block_table
 from pagedkv.memory.allocation import Memory
-from pagedkv.memory.block_pool import FREE, PUBLICATIONS, REVIVED
 from pagedkv.memory.block_table import blocks_for
+from pagedkv.memory.blocks import FREE, PUBLICATIONS, REVIVED
 from pagedkv.scheduling import queues as queue
 from pagedkv.scheduling.limits import Limits
 from pagedkv.scheduling.queues import (
@@ -83,7 +83,7 @@ def make_plan(max_num_seqs: int, width: int) -> Plan:
     )
 
 
-@compiled
+@compiled_in_place
 def schedule(
     memory: Memory, sequences: Sequences, queues: Queues, plan: Plan, limits: Limits
 ) -> None:
@@ -118,7 +118,7 @@ def schedule(
         _admit(memory, sequences, queues, plan, budget, limits)
 
 
-@compiled
+@compiled_in_place
 def commit(
     memory: Memory, sequences: Sequences, queues: Queues, plan: Plan, limits: Limits
 ) -> None:
@@ -138,7 +138,7 @@ def commit(
             sequences.num_tokens[s] += 1
 
 
-@compiled
+@compiled_in_place
 def finish(memory: Memory, sequences: Sequences, s: int, block_size: int) -> None:
     """Running sequence `s` ends and gives back its blocks; `queues.drop_finished` follows."""
     allocation.release(memory, sequences.row[s], block_size)
@@ -146,12 +146,12 @@ def finish(memory: Memory, sequences: Sequences, s: int, block_size: int) -> Non
     sequences.state[s] = FINISHED
 
 
-@compiled
+@compiled_in_place
 def _num_uncomputed(memory: Memory, sequences: Sequences, s: int) -> int:
     return int(sequences.num_tokens[s] - memory.tables.num_computed[sequences.row[s]])
 
 
-@compiled
+@compiled_in_place
 def _compute(
     memory: Memory, sequences: Sequences, plan: Plan, s: int, num_new: int, limits: Limits
 ) -> None:
@@ -170,7 +170,7 @@ def _compute(
     plan.counters[SCHEDULED] += 1
 
 
-@compiled
+@compiled_in_place
 def _make_room(
     memory: Memory, sequences: Sequences, queues: Queues, plan: Plan, s: int, limits: Limits
 ) -> bool:
@@ -184,7 +184,7 @@ def _make_room(
     return True
 
 
-@compiled
+@compiled_in_place
 def _prefill_oldest(
     memory: Memory, sequences: Sequences, queues: Queues, plan: Plan, limits: Limits
 ) -> None:
@@ -200,7 +200,7 @@ def _prefill_oldest(
     _compute(memory, sequences, plan, s, num_new, limits)
 
 
-@compiled
+@compiled_in_place
 def _preempt_youngest(
     memory: Memory, sequences: Sequences, queues: Queues, plan: Plan, block_size: int
 ) -> int:
@@ -216,7 +216,7 @@ def _preempt_youngest(
     return s
 
 
-@compiled
+@compiled_in_place
 def _promised(
     memory: Memory, sequences: Sequences, queues: Queues, block_size: int
 ) -> tuple[int, int]:
@@ -235,7 +235,7 @@ def _promised(
     return num_blocks, num_seats
 
 
-@compiled
+@compiled_in_place
 def _followers_to_come(sequences: Sequences, s: int) -> int:
     """Sequences that will fork from `s` when its prompt is computed: none once it is."""
     if sequences.num_tokens[s] > sequences.prompt_tokens[s]:
@@ -243,7 +243,7 @@ def _followers_to_come(sequences: Sequences, s: int) -> int:
     return int(sequences.num_followers[s])
 
 
-@compiled
+@compiled_in_place
 def _admit(
     memory: Memory,
     sequences: Sequences,
@@ -300,12 +300,12 @@ def _admit(
         budget = max(budget - num_new, 0)
 
 
-@compiled
+@compiled_in_place
 def _num_changes(memory: Memory) -> int:
     return int(memory.pool.counters[PUBLICATIONS] + memory.pool.counters[REVIVED])
 
 
-@compiled
+@compiled_in_place
 def _is_still_blocked(memory: Memory, queues: Queues, s: int, room: int) -> bool:
     """Whether `s`, found not to fit before, cannot fit yet whatever a look-up would find."""
     if queues.counters[BLOCKED] != s:
@@ -314,7 +314,7 @@ def _is_still_blocked(memory: Memory, queues: Queues, s: int, room: int) -> bool
     return bool(queues.counters[BLOCKED_NEED] - could_shrink > room)
 
 
-@compiled
+@compiled_in_place
 def _fork_followers(
     memory: Memory, sequences: Sequences, queues: Queues, plan: Plan, s: int
 ) -> None:
