@@ -160,18 +160,37 @@ def root_key(secret: NDArray[np.uint64], namespace: Namespace) -> NDArray[np.uin
     Each entry goes in as its name, its type and its value, every part with its length, in order
     of the names: an adapter called like another tenant's salt gives another root.
 
-    Raises `InvalidInput` for a value that is not str, bytes or int.
+    Raises `InvalidInput` for a name that is not str, or a value that is not str, bytes or int.
     """
+    _check_namespace(namespace)
     message = bytearray()
     for name in sorted(namespace):
-        value = namespace[name]
-        if isinstance(value, bool) or not isinstance(value, (str, bytes, int)):
-            raise InvalidInput(
-                f"namespace entry {name!r} is {type(value).__name__}: give str, bytes or int"
-            )
-        data = value if isinstance(value, bytes) else str(value).encode()
-        for part in (name.encode(), type(value).__name__.encode(), data):
+        kind, data = _typed(name, namespace[name])
+        for part in (_encoded(name), kind, data):
             padded = part + bytes(-len(part) % 8)
             message += (TAG_NAMESPACE << 56 | len(part)).to_bytes(8, "little") + padded
     words = np.frombuffer(bytes(message), dtype="<u8").astype(np.uint64)
     return np.array(siphash_2_4_128(secret, words), dtype=np.uint64)
+
+
+def _check_namespace(namespace: object) -> None:
+    if not isinstance(namespace, Mapping) or not all(isinstance(name, str) for name in namespace):
+        raise InvalidInput('a namespace maps names to values: give one like {"salt": "tenant-7"}')
+
+
+def _typed(name: str, value: object) -> tuple[bytes, bytes]:
+    """The type of a namespace entry's value, and its bytes."""
+    if isinstance(value, str):
+        return b"str", _encoded(value)
+    if isinstance(value, bytes):
+        return b"bytes", value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return b"int", int(value).to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    raise InvalidInput(
+        f"namespace entry {name!r} is {type(value).__name__}: give str, bytes or int"
+    )
+
+
+def _encoded(text: str) -> bytes:
+    """UTF-8; half of a surrogate pair, which JSON may bring, is no reason to fail."""
+    return text.encode("utf-8", "surrogatepass")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ TokenIds: TypeAlias = Sequence[int] | NDArray[np.integer]
 
 _MAX_BLOCKS = 2**31 - 2
 _NO_LIMIT = 2**62
+_INT64_MAX = 2**63 - 1
 
 
 class Step(NamedTuple):
@@ -96,12 +98,9 @@ class KVCacheManager:
         prefix_caching: bool = True,
         secret: bytes | None = None,
     ) -> None:
-        _check_count("num_blocks", num_blocks, 1, _MAX_BLOCKS)
-        _check_count("block_size", block_size, 1, 2**20)
-        if secret is None:
-            secret = os.urandom(16)
-        if len(secret) != 16:
-            raise InvalidInput(f"secret has {len(secret)} bytes: give 16")
+        num_blocks = _count("num_blocks", num_blocks, 1, _MAX_BLOCKS)
+        block_size = _count("block_size", block_size, 1, 2**20)
+        secret = os.urandom(16) if secret is None else _secret_of(secret)
         self._block_size = block_size
         self._caching = prefix_caching
         self._secret = np.frombuffer(secret, dtype="<u8").astype(np.uint64)
@@ -145,15 +144,18 @@ class KVCacheManager:
         Raises `OutOfBlocks`, or `InvalidInput` for no tokens or an id outside 0 to 2**32 - 1.
         O(1) a block.
         """
-        ids = _as_ids(token_ids)
+        ids = _as_integers("token ids", token_ids)
         if len(ids) == 0:
             raise InvalidInput("a sequence needs at least one token")
+        most = len(ids)
         if max_new_tokens is None:
             max_new_tokens = _NO_LIMIT
         else:
-            _check_count("max_new_tokens", max_new_tokens, 1, _NO_LIMIT)
+            max_new_tokens = _count("max_new_tokens", max_new_tokens, 1, _NO_LIMIT)
+            if max_new_tokens < most:  # a part of it may fit where all of it never does
+                most = min(most, self.num_blocks * self._block_size)
         root = self._root if namespace is None else block_key.root_key(self._secret, namespace)
-        self._make_room(len(ids), rows=1)
+        self._make_room(most, rows=1)
         outcome, row, num_cached = extension.add_tokens(
             self._memory,
             self._tails,
@@ -179,8 +181,8 @@ class KVCacheManager:
 
         Raises `OutOfBlocks`; `InvalidInput` for more keys than full blocks. O(1) a block.
         """
-        _check_count("num_tokens", num_tokens, 1, _NO_LIMIT)
-        keys = np.ascontiguousarray(block_keys, dtype=np.uint64)
+        num_tokens = _count("num_tokens", num_tokens, 1, _NO_LIMIT)
+        keys = _as_keys(block_keys)
         if keys.ndim != 2 or keys.shape[1] != 2 or len(keys) > num_tokens // self._block_size:
             raise InvalidInput(
                 f"block_keys has shape {keys.shape}: give [k, 2] with k at most "
@@ -203,7 +205,7 @@ class KVCacheManager:
         Raises `OutOfBlocks`, `UnknownSequence`, or `InvalidInput` for a sequence named twice or
         a bad id. O(1) a block; one compiled call.
         """
-        named = np.asarray(sequences, dtype=np.int64)
+        named = _as_integers("sequences", sequences)
         if len(token_ids) != len(named):
             raise InvalidInput(
                 f"{len(named)} sequences, but tokens for {len(token_ids)}: give one id, or one "
@@ -211,13 +213,15 @@ class KVCacheManager:
             )
         if len(named) and not isinstance(token_ids, np.ndarray) and np.ndim(token_ids[0]):
             return self._extend_ragged(named, token_ids)  # type: ignore[arg-type]
+        if self._longest >= self._memory.tables.entries.shape[1] * self._block_size:
+            self._longest = int(self._memory.tables.num_tokens.max())  # forget freed sequences
         self._make_room(self._longest + 1, rows=0)
         outcome, arrays = extension.extend_by_one(
             self._memory,
             self._tails,
             self._secret,
             named,
-            _as_ids(token_ids),  # type: ignore[arg-type]
+            _as_integers("token ids", token_ids),  # type: ignore[arg-type]
             self._block_size,
             self._caching,
         )
@@ -235,17 +239,18 @@ class KVCacheManager:
         Raises `UnknownSequence`, or `InvalidInput` for a count below the last one or above the
         tokens held; then nothing is published.
         """
-        rows = self._rows(sequences)
+        named = _as_integers("sequences", sequences)
+        rows = self._rows(named)
         held = self._memory.tables.num_tokens[rows]
         done = self._memory.tables.num_computed[rows]
-        counts = held if num_computed is None else np.asarray(num_computed, dtype=np.int64)
+        counts = held if num_computed is None else _as_integers("num_computed", num_computed)
         if len(counts) != len(rows):
             raise InvalidInput(f"{len(rows)} sequences, but {len(counts)} counts of tokens")
         wrong = np.flatnonzero((counts < done) | (counts > held))
         if len(wrong):
             i = int(wrong[0])
             raise InvalidInput(
-                f"sequence {sequences[i]}: {counts[i]} tokens computed, but it holds {held[i]} "
+                f"sequence {named[i]}: {counts[i]} tokens computed, but it holds {held[i]} "
                 f"and {done[i]} were computed before"
             )
         for row, count in zip(rows, counts, strict=True):
@@ -293,6 +298,7 @@ class KVCacheManager:
         Raises `InvalidInput` for a token that the sequence does not hold.
         """
         row = self._row(sequence)
+        token = _integer("token", token)
         self._check_tokens(sequence, row, token, token + 1)
         return address.translate(self._memory.tables.entries[row], token, self._block_size)
 
@@ -302,8 +308,11 @@ class KVCacheManager:
         Raises `InvalidInput` for tokens that the sequence does not hold.
         """
         row = self._row(sequence)
+        start = _integer("start", start)
         if stop is None:
             stop = int(self._memory.tables.num_tokens[row])
+        else:
+            stop = _integer("stop", stop)
         self._check_tokens(sequence, row, start, stop)
         slots = np.empty(stop - start, dtype=np.int64)
         entries = self._memory.tables.entries
@@ -312,8 +321,7 @@ class KVCacheManager:
 
     def ref_count(self, block: int) -> int:
         """Block-table entries that name `block`."""
-        _check_count("block", block, 0, self.num_blocks - 1)
-        return int(self._memory.pool.ref_count[block])
+        return int(self._memory.pool.ref_count[_count("block", block, 0, self.num_blocks - 1)])
 
     def statistics(self) -> Statistics:
         """What the memory holds and what happened; a few microseconds, nothing is recounted."""
@@ -345,10 +353,10 @@ class KVCacheManager:
             raise BrokenLaw(broken)
 
     def _extend_ragged(self, named: NDArray[np.int64], token_ids: Sequence[TokenIds]) -> Step:
-        parts = [_as_ids(ids) for ids in token_ids]
+        parts = [_as_integers("token ids", ids) for ids in token_ids]
         counts = np.array([len(part) for part in parts], dtype=np.int64)
         rows = self._rows(named)
-        most = int(self._memory.tables.num_tokens[rows].max() + counts.max())
+        most = int((self._memory.tables.num_tokens[rows] + counts).max())
         self._make_room(most, rows=0)
         outcome, arrays = extension.extend(
             self._memory,
@@ -375,13 +383,15 @@ class KVCacheManager:
         return int(block_table.sequence_of(self._memory.tables, row))
 
     def _row(self, sequence: int) -> int:
-        row = block_table.row_of(self._memory.tables, sequence) if sequence >= 0 else -1
+        number = _integer("sequence", sequence)
+        row = -1
+        if 0 <= number <= _INT64_MAX:
+            row = block_table.row_of(self._memory.tables, number)
         if row < 0:
-            raise UnknownSequence(sequence)
+            raise UnknownSequence(number)
         return row
 
-    def _rows(self, sequences: Sequences) -> NDArray[np.int64]:
-        named = np.asarray(sequences, dtype=np.int64)
+    def _rows(self, named: NDArray[np.int64]) -> NDArray[np.int64]:
         rows = np.empty(len(named), dtype=np.int64)
         status, fault = extension.find_rows(self._memory, named, rows)
         if status != extension.OK:
@@ -398,18 +408,15 @@ class KVCacheManager:
     def _make_room(self, num_tokens: int, *, rows: int) -> None:
         """Enlarge the tables so that `rows` more sequences, and `num_tokens` tokens, have room.
 
-        The tables double, so a token costs O(1) over time. Changes nothing that can be seen.
+        The tables double, so a token costs O(1) over time. Changes nothing that can be seen. A
+        sequence of more blocks than the memory has gets no room: it is refused for lack of blocks
+        before its row could be too short.
         """
         tables = self._memory.tables
         num_rows, width = tables.entries.shape
         if num_tokens > width * self._block_size:
-            self._longest = int(tables.num_tokens.max())  # forget freed sequences
-            needed = block_table.blocks_for(min(num_tokens, self._longest + 1), self._block_size)
-            if rows:
-                needed = block_table.blocks_for(num_tokens, self._block_size)
-            if needed > self.num_blocks:
-                needed = width  # it will be refused for lack of blocks before a row is too short
-            if needed > width:
+            needed = block_table.blocks_for(num_tokens, self._block_size)
+            if width < needed <= self.num_blocks:
                 width = _stride(max(needed, 2 * width))
         if rows and tables.num_free_rows[0] < rows:
             num_rows *= 2
@@ -428,22 +435,63 @@ def _stride(width: int) -> int:
     return (-(-width // 16) | 1) * 16
 
 
-def _as_ids(token_ids: ArrayLike) -> NDArray[np.int64]:
-    ids = np.asarray(token_ids)
-    if ids.dtype != np.int64:
-        if ids.dtype.kind not in "iu" and len(ids):
-            raise InvalidInput(f"token ids are {ids.dtype}: give integers")
-        ids = ids.astype(np.int64)
-    if ids.ndim != 1:
-        raise InvalidInput(f"token ids have shape {ids.shape}: give one dimension")
-    return ids
+def _as_integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
+    """`values` as compiled code takes them: int64 [n], contiguous, writable.
+
+    An array that is so comes back itself. Others are copied, since every other kind of array
+    would be compiled for anew.
+    """
+    try:
+        array = np.asarray(values)
+    except ValueError:  # some are lists
+        raise InvalidInput(f"{name} are not all integers: give one list of integers") from None
+    if array.dtype != np.int64:
+        if array.dtype.kind not in "iu" and array.size:
+            raise InvalidInput(f"{name} are {array.dtype}: give integers")
+        if array.dtype == np.uint64 and array.size and int(array.max()) > _INT64_MAX:
+            raise InvalidInput(f"{name} go up to {array.max()}: give at most {_INT64_MAX}")
+        array = array.astype(np.int64)
+    if array.ndim != 1:
+        raise InvalidInput(f"{name} have shape {array.shape}: give one dimension")
+    return array if array.flags.carray else array.copy()
 
 
-def _check_count(name: str, value: int, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+def _as_keys(block_keys: ArrayLike) -> NDArray[np.uint64]:
+    """`block_keys` as compiled code takes them; the caller checks the shape."""
+    keys = np.asarray(block_keys)
+    if keys.dtype != np.uint64:
+        if keys.dtype.kind not in "iu" and keys.size:
+            raise InvalidInput(f"block_keys are {keys.dtype}: give uint64")
+        if keys.size and keys.min() < 0:
+            raise InvalidInput(f"block_keys hold {keys.min()}: give uint64")
+        keys = keys.astype(np.uint64)
+    if keys.size == 0:
+        keys = keys.reshape(0, 2)
+    return keys if keys.flags.carray else keys.copy()
+
+
+def _secret_of(given: object) -> bytes:
+    if not isinstance(given, bytes) or len(given) != 16:
+        size = f"{len(given)} bytes" if isinstance(given, bytes) else type(given).__name__
+        raise InvalidInput(f"secret is {size}: give 16 bytes")
+    return given
+
+
+def _integer(name: str, value: int) -> int:
+    """`value` as a Python int: NumPy's integers would each be compiled for anew."""
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        raise InvalidInput(f"{name} is {value!r}: give an integer") from None
+
+
+def _count(name: str, value: int, least: int, most: int) -> int:
+    if isinstance(value, bool):
         raise InvalidInput(f"{name} is {value!r}: give an integer")
-    if not least <= value <= most:
-        raise InvalidInput(f"{name} is {value}: give {least} to {most}")
+    number = _integer(name, value)
+    if not least <= number <= most:
+        raise InvalidInput(f"{name} is {number}: give {least} to {most}")
+    return number
 
 
 def _error(outcome: extension.Outcome) -> Exception:
