@@ -297,7 +297,8 @@ def add_tokens(
         num_held = memory.tables.num_tokens[row]
         num_full = num_held // block_size
         tails.known[row] = True
-        tails.parent[row] = keys[num_full - 1] if caching and num_full > 0 else root
+        for i in range(2):
+            tails.parent[row, i] = keys[num_full - 1, i] if caching and num_full > 0 else root[i]
         for i in range(num_full * block_size, num_held):
             tails.token_ids[row, i - num_full * block_size] = token_ids[i]
     return outcome, row, num_cached
@@ -306,6 +307,8 @@ def add_tokens(
 @compiled_in_place
 def fork_tail(tails: Tails, row: int, child: int) -> None:
     """Give `child` the tail of `row`."""
-    tails.parent[child] = tails.parent[row]
-    tails.token_ids[child] = tails.token_ids[row]
+    for i in range(2):
+        tails.parent[child, i] = tails.parent[row, i]
+    for i in range(tails.token_ids.shape[1]):
+        tails.token_ids[child, i] = tails.token_ids[row, i]
     tails.known[child] = tails.known[row]
