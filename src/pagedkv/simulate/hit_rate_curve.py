@@ -120,6 +120,8 @@ def _hits_by_needed_size(names: NDArray[np.int64]) -> NDArray[np.int64]:
     marks = np.zeros((num_accesses >> 5) + 1, np.int64)
     tree = np.zeros(len(marks) + 1, np.int64)
     bits = 10
+    while 4 << bits < num_accesses:
+        bits += 1
     table = np.zeros((1 << bits, width + 1), np.int64)
     by_size = np.zeros(len(table), np.int64)
     distinct = 0
