@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,3 +114,36 @@ class SimulationResult:
     schemes: tuple[SchemeResult, ...]
     curve: HitRateCurve | None
     remarks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PaperFigure:
+    """One number of a published paper beside ours.
+
+    `paper` and `ours` are in `unit` ("%", "requests", ...). `bar` is what the difference may be:
+    so many points (of the unit), so many percent of the paper's number, or, for "at least",
+    the number that ours must not be below.
+    """
+
+    figure: str  # "figure 2"
+    system: str  # "Orca (Max)"
+    quantity: str  # "token states"
+    unit: str
+    paper: float
+    ours: float
+    bar: float
+    bar_kind: Literal["points", "percent", "at least"]
+
+    @property
+    def difference(self) -> float:
+        """Ours less the paper's: in percent of the paper's for "percent", else in the unit."""
+        if self.bar_kind == "percent":
+            return 100.0 * (self.ours - self.paper) / self.paper
+        return self.ours - self.paper
+
+    @property
+    def within_bar(self) -> bool:
+        """Whether the difference is one that the bar allows (a bar met exactly is met)."""
+        if self.bar_kind == "at least":
+            return self.ours >= self.bar
+        return abs(self.difference) <= self.bar

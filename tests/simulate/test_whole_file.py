@@ -1,0 +1,78 @@
+"""A file is written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pagedkv.errors import InvalidInput
+from pagedkv.simulate.whole_file import write_whole
+
+
+def test_an_interruption_leaves_the_old_file_and_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "report.html"
+    write_whole(path, b"old")
+    really_write = Path.write_bytes
+
+    def interrupted(self: Path, content: bytes) -> int:
+        really_write(self, content[:2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(path, b"new content")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["report.html"]
+
+
+def test_an_interruption_of_the_first_writing_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Path, target: Path) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "report.html", b"new")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_written_file_replaces_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_whole(path, b"long old content")
+    write_whole(path, b"new")
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_a_written_file_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
+    usual = tmp_path / "usual"
+    usual.write_bytes(b"")
+    write_whole(tmp_path / "ours", b"x")
+    assert (tmp_path / "ours").stat().st_mode == usual.stat().st_mode
+
+
+def test_a_link_stays_a_link_to_the_new_content(tmp_path: Path) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.write_bytes(b"old")
+    link.symlink_to(real)
+    write_whole(link, b"new")
+    assert link.is_symlink()
+    assert real.read_bytes() == b"new"
+
+
+def test_what_is_no_regular_file_is_written_to_directly() -> None:
+    write_whole("/dev/null", b"x")
+    assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize("name", ["missing/report.html", "."])
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidInput, match="cannot write") as caught:
+        write_whole(tmp_path / name, b"x")
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
