@@ -54,7 +54,8 @@ class Plan(NamedTuple):
     """One step: what `schedule` decided, and after `commit` what came of it."""
 
     sequence: NDArray[np.int64]  # [SCHEDULED] who computes
-    num_new: NDArray[np.int64]  # [SCHEDULED] how many tokens
+    start: NDArray[np.int64]  # [SCHEDULED] tokens computed before this step
+    num_new: NDArray[np.int64]  # [SCHEDULED] tokens to compute in it
     samples: NDArray[np.bool_]  # [SCHEDULED] whether it has a new token after this step
     copies: NDArray[np.int32]  # [COPIES, 2] blocks to copy first: from, to
     admitted: NDArray[np.int64]  # [ADMITTED] sequences
@@ -70,6 +71,7 @@ def make_plan(max_num_seqs: int, width: int) -> Plan:
     """Room for steps of up to `max_num_seqs` sequences of up to `width` blocks."""
     return Plan(
         sequence=np.zeros(max_num_seqs, dtype=np.int64),
+        start=np.zeros(max_num_seqs, dtype=np.int64),
         num_new=np.zeros(max_num_seqs, dtype=np.int64),
         samples=np.zeros(max_num_seqs, dtype=np.bool_),
         copies=np.zeros((max_num_seqs, 2), dtype=np.int32),
@@ -166,6 +168,7 @@ def _compute(
         keys = sequences.keys[first : first + sequences.num_keys[s]]
         allocation.await_keys(memory, row, start, start + num_new, keys, limits.block_size)
     plan.sequence[plan.counters[SCHEDULED]] = s
+    plan.start[plan.counters[SCHEDULED]] = start
     plan.num_new[plan.counters[SCHEDULED]] = num_new
     plan.counters[SCHEDULED] += 1
 
