@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from models.trace_checks import check_trace
 from pagedkv.errors import TraceError
 from pagedkv.simulate.trace import Trace
-from pagedkv.simulate.trace_formats import FORMATS, read_trace, write_trace
+from pagedkv.simulate.trace_formats import FORMATS, detection, read_trace, write_trace
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "traces"
 
@@ -33,6 +33,7 @@ AZURE_2024 = b"""TIMESTAMP,ContextTokens,GeneratedTokens
 2024-05-10 00:00:00.009930+00:00,2162,5
 2024-05-10 00:00:01+00:00,2399,6
 2024-05-10 02:00:01.109930+02:00,76,15
+2024-05-09 22:30:01.209930-01:30,76,15
 """
 MOONCAKE = b"""{"timestamp": 27000, "input_length": 600, "output_length": 5, "hash_ids": [7, 9]}
 {"timestamp": 30000, "input_length": 512, "output_length": 4, "hash_ids": [7]}
@@ -133,7 +134,7 @@ def test_azure_2023_times_are_read_to_the_last_digit(tmp_path: Path) -> None:
 
 
 def test_azure_2024_times_have_a_zone_and_maybe_no_fraction(tmp_path: Path) -> None:
-    assert reading(tmp_path, AZURE_2024).arrival_s.tolist() == [0.0, 0.99007, 1.1]
+    assert reading(tmp_path, AZURE_2024).arrival_s.tolist() == [0.0, 0.99007, 1.1, 1.2]
 
 
 def test_mooncake_has_milliseconds_and_an_id_for_each_512_tokens(tmp_path: Path) -> None:
@@ -267,6 +268,35 @@ def test_times_that_go_backwards_are_sorted_and_said(tmp_path: Path) -> None:
     )
 
 
+def test_requests_that_come_at_the_same_time_stay_in_the_order_of_the_file(tmp_path: Path) -> None:
+    lines = [f"{-(i // 50)},{i + 1},1" for i in range(200)]
+    trace = reading(
+        tmp_path, "\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *lines]).encode()
+    )
+    expected = [start + i + 1 for start in (150, 100, 50, 0) for i in range(50)]
+    assert trace.prompt_tokens.tolist() == expected
+
+
+def test_the_ids_of_a_failed_request_go_with_it(tmp_path: Path) -> None:
+    trace = reading(
+        tmp_path,
+        b"".join(
+            b'{"timestamp": %d, "input_length": %d, "output_length": %d, "hash_ids": %s}\n' % row
+            for row in [(1, 5, 1, b"[7]"), (2, 1500, 0, b"[7, 8, 9]"), (3, 600, 1, b"[7, 6]")]
+        ),
+    )
+    assert lists_of(trace) == [[0], [0, 1]]
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_the_order_in_which_formats_are_tried_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: str
+) -> None:
+    expected = reading(tmp_path, SAMPLES[sample]).format
+    monkeypatch.setattr(detection, "FORMATS", FORMATS[::-1])
+    assert reading(tmp_path, SAMPLES[sample]).format == expected
+
+
 REAL = {
     "azure_code.csv": ("azure", 8_819, 0, 0),
     "azure_conv.csv": ("azure", 19_366, 0, 0),
@@ -357,6 +387,7 @@ def test_a_written_file_is_compressed_as_its_name_says_and_the_same_each_time(
         write_trace(trace, str(second))
         assert first.read_bytes().startswith(magic)
         assert first.read_bytes() == second.read_bytes()
+    assert (tmp_path / "a.gz").read_bytes()[4:8] == b"\0" * 4  # no time of writing in it
 
 
 def test_writing_that_is_interrupted_leaves_the_old_file_and_nothing_else(

@@ -276,6 +276,7 @@ def test_a_line_that_is_no_json_object_is_named(tmp_path: Path, line: bytes) -> 
         (VIDUR_HEADER, "1,5.5,1", "num_prefill_tokens"),
         (BURSTGPT_HEADER, "5,s,10,", "Response tokens"),
         (BURSTGPT_HEADER, "5,s,0,7", "Request tokens"),
+        (VIDUR_HEADER + ",extra", "5,6,7", None),
     ],
 )
 @pytest.mark.parametrize("bulk_bytes", [0, 10**9], ids=["in bulk", "line by line"])
@@ -288,7 +289,12 @@ def test_a_bad_value_in_csv_is_named_with_its_line(
     field: str | None,
 ) -> None:
     monkeypatch.setattr(csv_lines, "BULK_BYTES", bulk_bytes)
-    good = {AZURE_HEADER: AZURE_LINE, VIDUR_HEADER: "0.5,374,44", BURSTGPT_HEADER: "5,s,1,2"}
+    good = {
+        AZURE_HEADER: AZURE_LINE,
+        VIDUR_HEADER: "0.5,374,44",
+        VIDUR_HEADER + ",extra": "0.5,374,44,x",
+        BURSTGPT_HEADER: "5,s,1,2",
+    }
     assert_at(error_of(tmp_path, f"{header}\n{good[header]}\n{line}\n"), 3, field)
 
 

@@ -2,7 +2,8 @@
 
 Two passes that agree. `_line_by_line` is the one that decides what is right: it reads what a trace
 may hold and names the line and the field of what it may not. `_in_bulk` hands a large and
-flawless file to polars, some twenty times faster, and declines whatever it is not sure about.
+flawless file to polars, five times faster on the 1.4 million requests of BurstGPT, and declines
+whatever it is not sure about.
 """
 
 from __future__ import annotations
