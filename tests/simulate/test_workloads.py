@@ -179,6 +179,7 @@ def test_a_chat_turn_begins_with_the_system_prompt_and_all_of_its_conversation()
             messages.append(int(trace.prompt_tokens[i] - grown))
         last_of[session] = i
     assert len(messages) > 1_500 and min(messages) >= 1
+    assert trace.prompt_tokens.min() > CHAT_SYSTEM_TOKENS  # the first message is there too
     assert np.mean(messages) == pytest.approx(94.46, rel=0.1)
     assert (trace.prompt_tokens + trace.output_tokens).max() <= CHAT_MAX_TOKENS
 
