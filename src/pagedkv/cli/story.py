@@ -6,7 +6,7 @@ same arrivals beside it. How it looks is `walkthrough`'s business.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -350,13 +350,15 @@ def _found_again(stage: _Stage) -> Scene:
     num_hit = stage.kv.num_cached_tokens(sequence)
     table = stage.table("G")
     hits = table[: num_hit // stage.kv.block_size]
+    paged = stage.paged()
+    waiting = [str(block) for block in paged.free if paged.blocks[block].cached]
     return Scene(
         "E and F leave, G begins as E did",
         f"The {num_cached} full blocks of E keep their content while nobody needs the room. G's "
         f"{stage.kv.num_tokens(sequence)} tokens begin with {COMMON_TOKENS} of E's, so blocks "
         f"{_and(map(str, hits))} are found again: {num_hit} tokens need not be computed, and "
-        f"{len(table) - len(hits)} block is taken.",
-        stage.paged(),
+        f"{len(table) - len(hits)} block is taken. Block {_and(waiting)} can still be found.",
+        paged,
         f"G {_table(table)}",
     )
 
@@ -370,6 +372,6 @@ def _listed(numbers: tuple[int, ...]) -> str:
     return " ".join(map(str, numbers))
 
 
-def _and(parts: Iterator[str] | map[str]) -> str:
+def _and(parts: Iterable[str]) -> str:
     *most, last = parts
     return f"{', '.join(most)} and {last}" if most else last

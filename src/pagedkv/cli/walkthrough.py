@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from pagedkv.cli.story import ContiguousMemory, PagedMemory, Scene, Translation
 
 _COLOURS = {
-    # Okabe and Ito's. F and G take the colours of A and B, who have left by then.
+    # Okabe and Ito's, and grey for D, who only stands by. F and G take the colours of A and B,
+    # who have left by then.
     "A": "#0072B2",
     "B": "#56B4E9",
     "C": "#009E73",
-    "D": "#F0E442",
+    "D": "#B4B9C1",
     "E": "#E69F00",
     "F": "#0072B2",
     "G": "#56B4E9",
@@ -138,7 +139,7 @@ class _Drawing:
             heading = "Block tables" if "\n" in scene.paged_told else "Block table"
             right = [self._words(heading, "bold"), *self._told(scene.paged_told)]
         return [
-            self._title(f"{number} of {total}", scene.title),
+            *self._title(f"{number} of {total}", scene.title),
             *self.prose(scene.told),
             self._words(""),
             *(self._side_by_side(left, right) if self._beside else self._stacked(left, right)),
@@ -150,12 +151,12 @@ class _Drawing:
         width = min(self._width, _WIDEST_PROSE)
         return [self._named(line) for line in textwrap.wrap(words, width)]
 
-    def _title(self, place: str, title: str) -> Text:
-        line = self._words(f"── {place} ── ", "dim")
-        line.append_text(self._named(title, "bold"))
-        rest = self._width - line.cell_len - 1
-        line.append(" " + self._plain("─") * max(rest, 0), "dim")
-        return line
+    def _title(self, place: str, title: str) -> list[Text]:
+        before, named = self._words(f"── {place} ── ", "dim"), self._named(title, "bold")
+        rest = self._width - before.cell_len - named.cell_len - 1
+        if rest < 0:
+            return [before, named]
+        return [before.append_text(named).append(" " + self._plain("─") * rest, "dim")]
 
     def _told(self, words: str) -> list[Text]:
         lines = [
@@ -254,15 +255,18 @@ class _Drawing:
             if i < len(right):
                 line.append(" " * (_INDENT + self._panel + _GAP - line.cell_len))
                 line.append_text(right[i])
-            line.rstrip()
-            yield line
+            yield self._trimmed(line)
 
     def _stacked(self, upper: list[Text], lower: list[Text]) -> Iterable[Text]:
         for part in [*upper, self._words(""), *lower]:
             line = self._words(" " * _INDENT)
             line.append_text(part)
+            yield self._trimmed(line)
+
+    def _trimmed(self, line: Text) -> Text:
+        if not self._colour:  # where there is, a space may be the end of a block
             line.rstrip()
-            yield line
+        return line
 
     def _filled(self, label: str, sign: str, width: int) -> str:
         """`label` in the middle, or where there is no colour to fill with, `sign` all over."""

@@ -1,0 +1,141 @@
+"""The command `pagedkv`: versions, help, and errors as one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from pagedkv import __version__
+from pagedkv.cli import main
+from pagedkv.errors import InvalidInput, NeverFits, TraceError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def command() -> Iterator[Callable[[BaseException], list[str]]]:
+    """Register, for one test, a command that raises, and give its command line."""
+    registered = list(main.app.registered_commands)
+
+    def register(error: BaseException) -> list[str]:
+        def fails(count: int = typer.Option(1, min=1)) -> None:
+            raise error
+
+        main.app.command("fails")(fails)
+        return ["fails"]
+
+    yield register
+    main.app.registered_commands[:] = registered
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidInput("num_blocks is 0:\ngive 1 or more"),
+        TraceError("no number", file="log.csv", line=3, field="ContextTokens"),
+        NeverFits(request="7", needed=9, capacity=8),
+    ],
+)
+def test_an_error_is_one_line_and_exit_status_2(
+    error: Exception,
+    command: Callable[[BaseException], list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main.run(command(error)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"pagedkv: {' '.join(str(error).split())}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["walk"], "pagedkv: no such command 'walk'"),
+        (["walkthrough", "--fast"], "pagedkv: no such option: --fast"),
+        (["walkthrough", "more"], "pagedkv: got unexpected extra argument"),
+        (["fails", "--count", "0"], "pagedkv: invalid value for '--count'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_that_says_where_help_is(
+    arguments: list[str],
+    expected: str,
+    command: Callable[[BaseException], list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command(InvalidInput("not reached"))
+    assert main.run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(expected)
+    assert err.rstrip("\n").endswith("--help")
+    assert err.count("\n") == 1
+
+
+def test_an_error_that_nobody_expected_keeps_its_traceback(
+    command: Callable[[BaseException], list[str]],
+) -> None:
+    with pytest.raises(ZeroDivisionError):
+        main.run(command(ZeroDivisionError()))
+
+
+def test_an_interruption_is_no_traceback(
+    command: Callable[[BaseException], list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(command(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err.strip() == ""
+
+
+def test_a_command_gives_its_own_exit_status(
+    command: Callable[[BaseException], list[str]],
+) -> None:
+    assert main.run(command(typer.Exit(3))) == 3
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"pagedkv {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(arguments) == 0
+    assert "walkthrough" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["walkthrough"], ["--version"]])
+def test_a_reader_that_has_enough_gets_no_traceback(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "pagedkv", *arguments],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "Broken pipe" not in done.stderr
+
+
+def test_the_command_loads_what_a_subcommand_needs_only_for_that_one() -> None:
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", "import pagedkv.cli.main, sys; print(*sys.modules)"],
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+        check=True,
+    )
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert not loaded & {"polars", "plotly", "torch", "transformers"}
