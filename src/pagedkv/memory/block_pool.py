@@ -12,9 +12,12 @@ Nothing that could still hit is lost while a useless block is free.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from pagedkv.compiling import compiled_in_place
+from pagedkv.errors import BrokenLaw
 from pagedkv.memory import prefix_cache
 from pagedkv.memory.blocks import (
     CACHED,
@@ -28,6 +31,8 @@ from pagedkv.memory.blocks import (
     TAKEN,
     BlockPool,
 )
+
+_BELOW_ZERO: Any = ("law 2: a block without users was released",)
 
 
 @compiled_in_place
@@ -81,7 +86,12 @@ def release(pool: BlockPool, block: int) -> None:
     """Remove a user of `block`; after the last one it is free, or cached if its key is published.
 
     A key that was never published goes: its content may never have been written.
+
+    Raises `BrokenLaw` for a block without users, and changes nothing. Compiled code raises with
+    constants only, so it is `verify` that says which block.
     """
+    if pool.ref_count[block] <= 0:
+        raise BrokenLaw(_BELOW_ZERO)
     pool.ref_count[block] -= 1
     if pool.ref_count[block] == 0:
         ends = len(pool.ref_count)
