@@ -59,7 +59,7 @@ def compiled_in_place(function: F) -> F:
 
 def _compiled(function: F, *, counts_references: bool) -> F:
     dispatcher = numba.njit(error_model="numpy", _nrt=counts_references)(function)
-    if not config.DISABLE_JIT:
+    if not config.DISABLE_JIT and Path(function.__code__.co_filename).exists():
         dispatcher._cache = _Cache(function)
     return cast(F, dispatcher)
 

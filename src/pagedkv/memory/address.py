@@ -42,13 +42,6 @@ def translate(block_table: NDArray[np.int32], token: int, block_size: int) -> Ad
 
 
 @compiled_in_place
-def slot_of(entries: NDArray[np.int32], row: int, token: int, block_size: int) -> int:
-    """The slot of one token of the sequence whose block table is row `row` of `entries`."""
-    logical_block = token // block_size
-    return int(entries[row, logical_block]) * block_size + token - logical_block * block_size
-
-
-@compiled_in_place
 def write_slots(
     entries: NDArray[np.int32],
     row: int,
@@ -56,7 +49,17 @@ def write_slots(
     stop: int,
     block_size: int,
     slots: NDArray[np.int64],
+    position: int,
 ) -> None:
-    """Write the slots of tokens `start` to `stop` (half open) into `slots[: stop - start]`."""
+    """Write the slots of tokens `start` to `stop` (half open) into `slots` from `position` on.
+
+    The sequence's block table is row `row` of `entries`.
+    """
+    logical_block = start // block_size
+    offset = start - logical_block * block_size
     for i in range(stop - start):
-        slots[i] = slot_of(entries, row, start + i, block_size)
+        slots[position + i] = int(entries[row, logical_block]) * block_size + offset
+        offset += 1
+        if offset == block_size:
+            offset = 0
+            logical_block += 1

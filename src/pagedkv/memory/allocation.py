@@ -72,9 +72,13 @@ def share_prefix(
 def blocks_to_grow(memory: Memory, row: int, num_new: int, block_size: int) -> int:
     """Blocks that must be taken before `num_new` tokens more can be written, a copy included."""
     num_tokens = memory.tables.num_tokens[row]
-    needed = blocks_for(num_tokens + num_new, block_size) - blocks_for(num_tokens, block_size)
-    if num_new > 0 and copy_on_write.shared_tail(memory.pool, memory.tables, row, block_size) >= 0:
-        needed += 1
+    tail = num_tokens // block_size  # divisions are most of what this costs: one is enough
+    in_tail = num_tokens - tail * block_size
+    if in_tail == 0 or num_new == 0:
+        return blocks_for(num_new, block_size)
+    needed = 1 if memory.pool.ref_count[memory.tables.entries[row, tail]] > 1 else 0
+    if num_new > block_size - in_tail:
+        needed += blocks_for(num_new - (block_size - in_tail), block_size)
     return needed
 
 
@@ -92,17 +96,19 @@ def grow(
     A copy is noted in `copies` int32 [>num_copies, 2] as (from, to); returns their new number.
     """
     pool, tables = memory.pool, memory.tables
-    if num_new == 0:
-        return num_copies
-    if copy_on_write.shared_tail(pool, tables, row, block_size) >= 0:
-        copy_on_write.replace_tail(pool, tables, row, block_size, copies[num_copies])
-        num_copies += 1
     num_tokens = tables.num_tokens[row]
-    for i in range(
-        blocks_for(num_tokens, block_size), blocks_for(num_tokens + num_new, block_size)
-    ):
-        tables.entries[row, i] = block_pool.take(pool)
     tables.num_tokens[row] = num_tokens + num_new
+    tail = num_tokens // block_size
+    room = 0
+    if tail * block_size < num_tokens and num_new > 0:
+        if copy_on_write.replace_if_shared(pool, tables, row, tail, copies, num_copies):
+            num_copies += 1
+        room = (tail + 1) * block_size - num_tokens
+        tail += 1
+    while room < num_new:
+        tables.entries[row, tail] = block_pool.take(pool)
+        room += block_size
+        tail += 1
     return num_copies
 
 

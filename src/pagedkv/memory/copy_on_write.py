@@ -17,24 +17,24 @@ from pagedkv.memory.blocks import BlockPool
 
 
 @compiled_in_place
-def shared_tail(pool: BlockPool, tables: BlockTables, row: int, block_size: int) -> int:
-    """The partial last block of `row` if others use it too, else -1."""
-    num_tokens = tables.num_tokens[row]
-    if num_tokens % block_size == 0:
-        return -1
-    block = int(tables.entries[row, num_tokens // block_size])
-    return block if pool.ref_count[block] > 1 else -1
+def replace_if_shared(
+    pool: BlockPool,
+    tables: BlockTables,
+    row: int,
+    place: int,
+    copies: NDArray[np.int32],
+    num_copies: int,
+) -> bool:
+    """Give `row` a block of its own at `place` of its table if others use that one too.
 
-
-@compiled_in_place
-def replace_tail(
-    pool: BlockPool, tables: BlockTables, row: int, block_size: int, copy: NDArray[np.int32]
-) -> None:
-    """Give `row` a block of its own in place of its shared tail; `copy` int32 [2] is (from, to)."""
-    place = tables.num_tokens[row] // block_size
+    Then `copies[num_copies]`, of int32 [.., 2], becomes (from, to); returns whether it did.
+    """
     old = int(tables.entries[row, place])
+    if pool.ref_count[old] == 1:
+        return False
     new = block_pool.take(pool)
     block_pool.release(pool, old)
     tables.entries[row, place] = new
-    copy[0] = old
-    copy[1] = new
+    copies[num_copies, 0] = old
+    copies[num_copies, 1] = new
+    return True

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pagedkv.compiling import compiled, compiled_in_place
 from pagedkv.memory import allocation, block_key, block_pool
-from pagedkv.memory.address import slot_of
+from pagedkv.memory.address import write_slots
 from pagedkv.memory.allocation import Memory
 from pagedkv.memory.block_key import MAX_TOKEN_ID
 from pagedkv.memory.block_table import blocks_for, row_of, take_row
@@ -59,6 +59,17 @@ def _no_arrays() -> Arrays:
     none = np.empty(0, dtype=np.int64)
     empty = np.empty((0, 0), dtype=np.int32)
     return none, empty, none, none, empty
+
+
+@compiled_in_place
+def _count_at_most(
+    memory: Memory, rows: NDArray[np.int64], counts: NDArray[np.int64], block_size: int
+) -> int:
+    """No fewer blocks than extending all `rows` takes: every writer to a shared tail copies it."""
+    needed = 0
+    for i in range(len(rows)):
+        needed += allocation.blocks_to_grow(memory, rows[i], counts[i], block_size)
+    return needed
 
 
 @compiled_in_place
@@ -171,8 +182,10 @@ def extend(
     for i in range(len(token_ids)):
         if token_ids[i] < 0 or token_ids[i] > MAX_TOKEN_ID:
             return (BAD_TOKEN, token_ids[i], i), _no_arrays()
-    needed = _count_needed(memory, rows, counts, block_size)
     available = memory.pool.counters[FREE]
+    needed = _count_at_most(memory, rows, counts, block_size)
+    if needed > available:
+        needed = _count_needed(memory, rows, counts, block_size)
     if needed > available:
         return (OUT_OF_BLOCKS, needed, available), _no_arrays()
     slots = np.empty(len(token_ids), dtype=np.int64)
@@ -207,8 +220,7 @@ def _carry_out(
         row, count = rows[i], counts[i]
         start = memory.tables.num_tokens[row]
         num_copies = allocation.grow(memory, row, count, block_size, copies, num_copies)
-        for j in range(count):
-            slots[position + j] = slot_of(entries, row, start + j, block_size)
+        write_slots(entries, row, start, start + count, block_size, slots, position)
         if caching and tails.known[row]:
             note_tokens(memory, tails, secret, row, token_ids, position, position + count)
         query_starts[i] = position

@@ -275,7 +275,12 @@ class KVCacheManager:
 
         Raises `UnknownSequence`, for one that is freed already too.
         """
-        allocation.release(self._memory, self._row(sequence), self._block_size)
+        row = self._row(sequence)
+        try:
+            allocation.release(self._memory, row, self._block_size)
+        except BrokenLaw:
+            self.verify()  # names the block
+            raise
 
     def num_tokens(self, sequence: int) -> int:
         """Tokens of `sequence` that have a slot."""
@@ -316,7 +321,7 @@ class KVCacheManager:
         self._check_tokens(sequence, row, start, stop)
         slots = np.empty(stop - start, dtype=np.int64)
         entries = self._memory.tables.entries
-        address.write_slots(entries, row, start, stop, self._block_size, slots)
+        address.write_slots(entries, row, start, stop, self._block_size, slots, 0)
         return slots
 
     def ref_count(self, block: int) -> int:
