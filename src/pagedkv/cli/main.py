@@ -14,6 +14,7 @@ from typing import Annotated, cast
 import typer
 
 from pagedkv import __version__
+from pagedkv.cli.simulate import simulate
 from pagedkv.cli.walkthrough import walkthrough
 from pagedkv.compiling import on_first_compilation
 from pagedkv.errors import PagedKVError
@@ -32,6 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command()(simulate)
 app.command()(walkthrough)
 
 

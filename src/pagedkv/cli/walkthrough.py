@@ -37,6 +37,7 @@ _ASCII = str.maketrans({"─": "-", "·": ".", "×": "x", "▲": "^"})
 _TILE = 3  # columns of a block, and one between it and the next
 _SLOTS_A_COLUMN = 4  # in contiguous memory, so that blocks and slots are drawn to one scale
 _INDENT = 2
+_NARROWEST = 36  # of two columns beside each other: a translation needs as much
 _GAP = 4  # columns between the two memories
 _WIDEST_PROSE = 96
 
@@ -116,7 +117,7 @@ class _Drawing:
         room = self._width - _INDENT
         for per_row in (16, 8):
             panel = per_row * (_TILE + 1)
-            self._beside = room >= 2 * panel + _GAP
+            self._beside = room >= 2 * max(panel, _NARROWEST) + _GAP
             if self._beside:
                 break
         else:

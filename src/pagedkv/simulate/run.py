@@ -65,7 +65,7 @@ def next_work_s(run: Run, sequences: Sequences, queues: Queues) -> float:
     A sequence that is refused does not arrive.
     """
     i = run.totals[NEXT_ARRIVAL]
-    now_s = run.clock[NOW_S]
+    now_s = float(run.clock[NOW_S])
     while i < len(run.arrival_s) and run.arrival_s[i] <= now_s:
         if not run.refused[i] and not run.follows[i]:
             queue.push_back(sequences, queues, i)
@@ -77,7 +77,7 @@ def next_work_s(run: Run, sequences: Sequences, queues: Queues) -> float:
         return now_s
     while i < len(run.arrival_s) and (run.refused[i] or run.follows[i]):
         i += 1
-    return run.arrival_s[i] if i < len(run.arrival_s) else np.inf
+    return float(run.arrival_s[i]) if i < len(run.arrival_s) else np.inf
 
 
 @compiled_in_place

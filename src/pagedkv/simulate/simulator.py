@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -63,7 +63,7 @@ class SimulationConfig:
     num_blocks: int
     step_time: StepTime
     block_size: int = 16
-    scheduler: SchedulerConfig = SchedulerConfig()
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     schemes: tuple[str, ...] = SCHEMES
     placement: str = "first-fit"
     prefix_caching: bool = True
@@ -247,7 +247,8 @@ def _region_tokens(
         return total_tokens - 1
     if scheme == "reserve-pow2":
         output = _next_power_of_two(total_tokens - prompt_tokens)
-        return np.minimum(prompt_tokens + output, max(longest, 1)).astype(np.int64)
+        reserved: NDArray[np.int64] = np.minimum(prompt_tokens + output, longest)
+        return reserved
     return np.full(len(total_tokens), longest, dtype=np.int64)
 
 
@@ -255,7 +256,8 @@ def _next_power_of_two(values: NDArray[np.int64]) -> NDArray[np.int64]:
     """The least power of two that is not below each value; exact up to 2**53."""
     mantissa, exponent = np.frexp(values.astype(np.float64))
     exponent = np.where(mantissa == 0.5, exponent - 1, exponent)
-    return np.left_shift(np.int64(1), exponent.astype(np.int64))
+    powers: NDArray[np.int64] = np.left_shift(np.int64(1), exponent.astype(np.int64))
+    return powers
 
 
 def _total_tokens(trace: Trace, samples: int) -> NDArray[np.int64]:
@@ -287,7 +289,7 @@ def _make_run(
         np.repeat(trace.arrival_s, config.num_samples),
         refused,
         follows,
-        config.step_time.params,
+        config.step_time.params(),
         horizon_s=config.horizon_s,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,19 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.arrival_s)
+
+    def first(self, num_requests: int) -> Trace:
+        """The trace of its first `num_requests` requests, or of all where it has fewer."""
+        n = min(num_requests, len(self))
+        return replace(
+            self,
+            arrival_s=self.arrival_s[:n],
+            prompt_tokens=self.prompt_tokens[:n],
+            output_tokens=self.output_tokens[:n],
+            session=self.session[:n],
+            prefix_ids=self.prefix_ids[: self.prefix_offsets[n]],
+            prefix_offsets=self.prefix_offsets[: n + 1],
+        )
 
     @property
     def has_prefix_ids(self) -> bool:
