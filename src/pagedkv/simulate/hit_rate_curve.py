@@ -101,11 +101,10 @@ def _thinned(hits: NDArray[np.int64]) -> NDArray[np.int64]:
         picked = np.concatenate(
             (
                 np.searchsorted(sizes, np.floor(by_size)),
-                np.searchsorted(hits[sizes], np.floor(by_hits)),
-                [0, len(sizes) - 1],
+                np.searchsorted(hits[sizes], np.floor(by_hits)),  # from the first to the last
             )
         )
-        sizes = sizes[np.unique(np.minimum(picked, len(sizes) - 1))]
+        sizes = sizes[np.unique(picked)]
     return sizes
 
 
