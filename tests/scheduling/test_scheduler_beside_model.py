@@ -1,0 +1,86 @@
+"""The compiled scheduler decides what its slow twin decides, step by step, without a cache."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.scheduled_run import Asked, ScheduledRun
+from models.scheduler_model import ModelSequence, SchedulerModel
+from pagedkv.scheduling.limits import Limits
+
+
+@st.composite
+def settings_and_requests(draw: st.DrawFn) -> tuple[int, Limits, list[Asked]]:
+    block_size = draw(st.sampled_from([1, 2, 3, 4]))
+    max_num_seqs = draw(st.integers(1, 6))
+    limits = Limits(
+        block_size=block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 12)),
+        chunked_prefill=draw(st.booleans()),
+        watermark_blocks=draw(st.sampled_from([0, 0, 1, 2, 30])),
+    )
+    requests = draw(
+        st.lists(
+            st.builds(
+                Asked,
+                prompt=st.integers(1, 14),
+                output=st.integers(1, 12),
+                samples=st.sampled_from([n for n in (1, 1, 1, 2, 3, 4) if n <= max_num_seqs]),
+                arrives=st.integers(0, 12),
+            ),
+            min_size=1,
+            max_size=9,
+        )
+    )
+    requests.sort(key=lambda r: r.arrives)
+    largest = max(-(-(r.prompt + r.output - 1) // block_size) for r in requests)
+    num_blocks = largest + draw(st.integers(0, 10))
+    return num_blocks, limits, requests
+
+
+@given(settings_and_requests())
+def test_every_step_is_the_models_step(case: tuple[int, Limits, list[Asked]]) -> None:
+    num_blocks, limits, requests = case
+    run = ScheduledRun(requests, num_blocks, limits)
+    model = SchedulerModel(
+        [
+            ModelSequence(0, r.prompt, r.prompt + r.output, r.samples - 1 if j == 0 else 0)
+            for r in requests
+            for j in range(r.samples)
+        ],
+        num_blocks,
+        limits.block_size,
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        limits.chunked_prefill,
+        limits.watermark_blocks,
+    )
+    for number, sequence in enumerate(model.sequences):
+        sequence.number = number
+    idle = 0
+    while not run.is_over:
+        for i, request in enumerate(requests):
+            if request.arrives == run.num_steps:
+                model.arrive(run.lead_of[i])
+        expected = model.schedule()
+        told = run.step(between=lambda: _check_blocks(run, model))
+        assert told.computes == expected.computes
+        assert [s for s, _ in told.admitted] == expected.admitted
+        assert all(cached == 0 for _, cached in told.admitted)
+        assert told.preempted == expected.preempted
+        assert len(told.copies) == expected.num_copies
+        sampled, forked = model.commit()
+        assert (told.sampled, told.forked) == (sampled, forked)
+        assert told.done == model.drop_done()
+        assert run.running == [s.number for s in model.running]
+        assert run.waiting == [s.number for s in model.waiting]
+        idle = 0 if told.computes else idle + 1
+        assert idle <= 13, "nothing runs although somebody waits"
+    assert run.num_free == num_blocks
+
+
+def _check_blocks(run: ScheduledRun, model: SchedulerModel) -> None:
+    assert run.num_free == model.num_free()
+    assert run.running == [s.number for s in model.running]
