@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume
+from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -293,3 +293,4 @@ class Unchanged:
 
 
 TestManagerBesideModel = ManagerBesideModel.TestCase
+TestManagerBesideModel.settings = settings(max_examples=(settings.default.max_examples + 1) // 2)

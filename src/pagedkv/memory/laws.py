@@ -5,9 +5,10 @@
 3. The index finds a block exactly if its key is published, and finds it under its own key.
 4. A sequence of n tokens has ceil(n / block_size) blocks, and its row holds nothing behind them.
 5. used + cached + free = all, and the counters say what a recount says.
-6. A key is pending only while its block is in use; on the free list blocks without a key come
-   before cached ones.
+6. A key is pending only while its block is in use and no user has computed it; on the free list
+   blocks without a key come before cached ones.
 7. Computed tokens have slots, and a row is either a sequence's or free, never both.
+8. A partial block has one length: sequences that share it hold equally many tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def broken_laws(memory: Memory, block_size: int) -> list[str]:
     held = np.where(alive, -(-tables.num_tokens // block_size), 0)
     filled = tables.entries != NO_BLOCK
     expected = np.arange(tables.entries.shape[1]) < held[:, None]
-    _each(broken, np.flatnonzero((filled != expected).any(axis=1)), "law 4: wrong table: row")
+    fits = (filled == expected).all(axis=1) & (held >= 0) & (held <= tables.entries.shape[1])
+    _each(broken, np.flatnonzero(~fits), "law 4: wrong table: row")
 
     num_free, num_cached = len(order), int((pool.key_state[order] == PUBLISHED).sum())
     if num_free + int((users > 0).sum()) != num_blocks:
@@ -68,16 +70,27 @@ def broken_laws(memory: Memory, block_size: int) -> list[str]:
 
     state = pool.key_state[order]
     _each(broken, order[state == PENDING], "law 6: a key is pending on a free block: block")
+    computed = np.where(alive & fits, np.minimum(tables.num_computed // block_size, held), 0)
+    done = tables.entries[np.arange(tables.entries.shape[1]) < computed[:, None]]
+    late = np.unique(done[pool.key_state[done] == PENDING])
+    _each(broken, late, "law 6: a key is pending on a computed block: block")
     keyless = np.flatnonzero(state == NO_KEY)
     cached = np.flatnonzero(state == PUBLISHED)
     if len(keyless) and len(cached) and keyless[-1] > cached[0]:
         broken.append("law 6: a cached block would be lost before a useless one")
 
-    ahead = alive & (tables.num_computed > tables.num_tokens)
-    _each(broken, np.flatnonzero(ahead), "law 7: more tokens computed than held: row")
+    ahead = alive & ((tables.num_computed > tables.num_tokens) | (tables.num_computed < 0))
+    _each(broken, np.flatnonzero(ahead), "law 7: not 0 to all of its tokens are computed: row")
     free_rows = np.sort(tables.free_rows[: tables.num_free_rows[0]])
     if not np.array_equal(free_rows, np.flatnonzero(~alive)):
         broken.append("law 7: the free rows are not the rows of no sequence")
+
+    partial = np.flatnonzero(fits & alive & (tables.num_tokens % block_size != 0))
+    lengths = tables.num_tokens[partial]
+    tails = tables.entries[partial, lengths // block_size]
+    agreed, sharers = np.unique(np.stack([tails, lengths]), axis=1, return_counts=True)
+    unequal = np.unique(agreed[0][users[agreed[0]] != sharers])
+    _each(broken, unequal, "law 8: shared by sequences of other lengths: block")
     return broken
 
 
@@ -95,10 +108,7 @@ def _free_list(memory: Memory) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64
         if pool.previous_free[block] != before:
             fault = f"is not linked back from block {block}"
             break
-        order.append(block)
-        if len(order) > ends:
-            fault = "has a loop"
-            break
+        order.append(block)  # never twice: it would have to be linked back to two blocks
         before, block = block, int(pool.next_free[block])
     if not fault and pool.previous_free[ends] != before:
         fault = "does not end where its tail is"
