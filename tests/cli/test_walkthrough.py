@@ -71,7 +71,8 @@ class Terminal:
         """What appears up to `words`; all there is, if the command ends before."""
         seen = b""
         while words.encode() not in seen:
-            if not select.select([self.own], [], [], 60)[0]:
+            # Minutes, since the command may have to compile first, on a busy machine.
+            if not select.select([self.own], [], [], 300)[0]:
                 raise TimeoutError(f"no {words!r} in {seen!r}")
             try:
                 part = os.read(self.own, 4096)
