@@ -83,8 +83,8 @@ def report_html(result: SimulationResult) -> str:
             _latency_section(result),
             _curve_section(result, figures),
             _numbers_section(result),
-            _definitions_section(),
             _again_section(result),
+            _definitions_section(),
             "</main>",
             "<footer><p>Made by pagedkv. This page is complete in itself: it loads nothing and "
             "sends nothing.</p></footer>",
@@ -233,7 +233,8 @@ def _requests_section(result: SimulationResult, figures: dict[str, Figure]) -> s
     return _section(
         "requests",
         "Requests running and waiting",
-        "What the memory allows: the more requests run at once, the fewer wait.",
+        "What the memory allows. While others wait, more running at once is better; where nobody "
+        "waits, fewer running only means that each is done sooner.",
         f'<ul class="legend">{lines}</ul><div class="grid">{"".join(charts)}</div>',
     )
 
@@ -300,14 +301,17 @@ def _definitions_section() -> str:
     for group, definitions in definitions_by_group().items():
         note = f"<p>{escape(GROUP_NOTES[group])}</p>" if group in GROUP_NOTES else ""
         entries = "".join(
-            f'<dt id="{_anchor(d.definition)}">{escape(d.label)}{_unit(d.unit)}</dt>'
-            f"<dd>{escape(d.definition)}</dd>"
+            f'<div><dt id="{_anchor(d.definition)}">{escape(d.label)}{_unit(d.unit)}</dt>'
+            f"<dd>{escape(d.definition)}</dd></div>"
             for d in definitions
         )
         parts.append(f"<h3>{escape(group)}</h3>{note}<dl>{entries}</dl>")
-    return (
-        '<section id="definitions" class="definitions"><details><summary><h2>What each number '
-        f"means</h2></summary>{''.join(parts)}</details></section>"
+    return _section(
+        "definitions",
+        "What each number means",
+        "Tools in this field use the same words for different numbers; these are the meanings "
+        "here.",
+        f'<div class="definitions">{"".join(parts)}</div>',
     )
 
 
@@ -356,9 +360,9 @@ def _metric_table(
             )
         cells = "".join(f"<td{_us(s)}>{escape(show_metric(metric, s))}</td>" for s in schemes)
         rows.append(
-            f'<tr><th scope=row><a class="term" href="#{_anchor(metric.definition)}" '
-            f'title="{escape(metric.definition)}">{escape(metric.label)}</a>{_unit(metric.unit)}'
-            f"</th>{cells}</tr>"
+            f'<tr><th scope=row><a class="term{_short(metric.label)}" '
+            f'href="#{_anchor(metric.definition)}" title="{escape(metric.definition)}">'
+            f"{escape(metric.label)}</a>{_unit(metric.unit)}</th>{cells}</tr>"
         )
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="Metrics by scheme">'
@@ -449,6 +453,10 @@ def _size_cell(curve: HitRateCurve, blocks: int, result: SimulationResult) -> st
 
 def _us(scheme: SchemeResult) -> str:
     return ' class="us"' if scheme.scheme == "paged" else ""
+
+
+def _short(label: str) -> str:
+    return " nowrap" if len(label) <= 12 else ""
 
 
 def _unit(unit: str) -> str:

@@ -344,7 +344,7 @@ def _byte_ticks(
     if one is None:
         return {"tickvals": []}
     low, high = math.log2(one) + left * math.log2(10), math.log2(one) + right * math.log2(10)
-    step = 2 if high - low < 10 else 4
+    step = max(math.ceil((high - low) / 6), 1)  # six labels find room on a phone, not more
     exponents = [e for e in range(0, 71, step) if low <= e <= high]
     return {
         "tickvals": [2.0**e / one for e in exponents],

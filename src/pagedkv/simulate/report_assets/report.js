@@ -21,15 +21,6 @@
     setTimeout(() => { copy.textContent = "Copy"; }, 1500);
   });
 
-  // A definition that a link points into must not stay folded away.
-  const open = () => {
-    const target = location.hash && document.getElementById(location.hash.slice(1));
-    const folded = target && target.closest("details");
-    if (folded && !folded.open) { folded.open = true; target.scrollIntoView(); }
-  };
-  addEventListener("hashchange", open);
-  open();
-
   if (typeof DecompressionStream === "undefined") {
     for (const chart of charts) {
       chart.innerHTML = '<p class="missing">This chart needs a browser of 2023 or later. ' +
