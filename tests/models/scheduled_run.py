@@ -20,13 +20,13 @@ from pagedkv.scheduling.scheduler import ADMITTED, COPIES, FORKED, PREEMPTED, SC
 
 @dataclass(frozen=True)
 class Asked:
-    """One request: `keys` are those of its blocks, prompt and output, where it has any."""
+    """One request: `keys` are, for each sample, those of its blocks, prompt and output."""
 
     prompt: int
     output: int
     samples: int = 1
     arrives: int = 0  # before this step
-    keys: tuple[int, ...] = ()
+    keys: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass
@@ -56,8 +56,9 @@ class ScheduledRun:
         prompt = np.array([r.prompt for r, _ in samples], dtype=np.int64)
         total = prompt + np.array([r.output for r, _ in samples], dtype=np.int64)
         followers = [r.samples - 1 if j == 0 else 0 for r, j in samples]
-        num_keys = np.array([len(r.keys) for r, _ in samples], dtype=np.int64)
-        keys = [pair for r, _ in samples for pair in zip(r.keys, r.keys)]
+        of_sample = [r.keys[j] if r.keys else () for r, j in samples]
+        num_keys = np.array([len(keys) for keys in of_sample], dtype=np.int64)
+        keys = [(key, key) for keys in of_sample for key in keys]
         self.sequences = queue.make_sequences(
             prompt,
             total,

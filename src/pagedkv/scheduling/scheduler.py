@@ -14,9 +14,10 @@ First come, first served. In each step:
 Nobody is admitted in a step in which somebody had to give way. When nothing runs the watermark
 does not count, so a sequence that fits at all is always admitted at last.
 
-A sequence at the head of the queue that did not fit is not looked up again in every step. What it
-needs can shrink only by blocks that get published or come back into use, at most one block each;
-until those and the blocks that came free could make up for what was missing, it is left alone.
+A sequence at the head of the queue that did not fit is not looked up again in every step. It needs
+at least its blocks less those of them that others use, found or behind a gap in the chain. Those
+grow in number only by blocks that get published or come back into use, at most one block each;
+until these and the blocks that came free could make up for what was missing, it is left alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagedkv.compiling import compiled_in_place
-from pagedkv.memory import allocation, block_table
+from pagedkv.memory import allocation, block_table, prefix_cache
 from pagedkv.memory.allocation import Memory
 from pagedkv.memory.block_table import blocks_for
 from pagedkv.memory.blocks import FREE, PUBLICATIONS, REVIVED
@@ -57,7 +58,7 @@ class Plan(NamedTuple):
     start: NDArray[np.int64]  # [SCHEDULED] tokens computed before this step
     num_new: NDArray[np.int64]  # [SCHEDULED] tokens to compute in it
     samples: NDArray[np.bool_]  # [SCHEDULED] whether it has a new token after this step
-    copies: NDArray[np.int32]  # [COPIES, 2] blocks to copy first: from, to
+    copies: NDArray[np.int32]  # [COPIES, 2] blocks to copy first, in this order: from, to
     admitted: NDArray[np.int64]  # [ADMITTED] sequences
     num_cached: NDArray[np.int64]  # [ADMITTED] tokens that each found in the cache
     preempted: NDArray[np.int64]  # [PREEMPTED] sequences
@@ -278,7 +279,7 @@ def _admit(
         needed = blocks_for(num_tokens, block_size) - num_hits + num_hits_free
         if needed > room:
             queues.counters[BLOCKED] = s
-            queues.counters[BLOCKED_NEED] = needed
+            queues.counters[BLOCKED_NEED] = _least_needed(memory, keys, num_tokens, block_size)
             queues.counters[BLOCKED_MARK] = _num_changes(memory)
             return
         num_cached = num_hits * block_size
@@ -301,6 +302,23 @@ def _admit(
         promised += num_followers
         promised_seats += num_followers
         budget = max(budget - num_new, 0)
+
+
+@compiled_in_place
+def _least_needed(
+    memory: Memory, keys: NDArray[np.uint64], num_tokens: int, block_size: int
+) -> int:
+    """Blocks that a sequence needs even if all of its blocks that others use could hit.
+
+    One that is in use behind a lost one cannot hit, and all behind it can as soon as that one
+    block is published again: what is needed now, less the changes since, would be no bound.
+    """
+    in_use = 0
+    for i in range(min(len(keys), (num_tokens - 1) // block_size)):
+        block = prefix_cache.find(memory.pool, keys[i, 0], keys[i, 1])
+        if block >= 0 and memory.pool.ref_count[block] > 0:
+            in_use += 1
+    return blocks_for(num_tokens, block_size) - in_use
 
 
 @compiled_in_place
