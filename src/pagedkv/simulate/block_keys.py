@@ -4,7 +4,8 @@ An id names `granularity` tokens after everything before them. Ids coarser than 
 into block keys, finer ones combined: a block's key is made of its parent's key and of every id
 whose tokens it touches, in whole or in part. Blocks that reach past the tokens which the ids cover
 (a partial last block of the prompt, and the output) are nobody else's: their key is made of the
-sequence's own number.
+sequence's own number. Ids that go on over the output are those of the answer that was recorded:
+the first sample repeats it, any other sample says something else.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def sequence_keys(
     num_keys = computed // block_size
     first_key = np.cumsum(num_keys) - num_keys
     keys = np.empty((int(num_keys.sum()), 2), dtype=np.uint64)
-    covered = trace.prompt_tokens
+    covered = np.repeat(trace.prompt_tokens, num_samples)
     if trace.covers_output:
-        covered = covered + trace.output_tokens
+        covered[::num_samples] += trace.output_tokens
     _write_keys(
         _SECRET,
         trace.prefix_ids,
@@ -72,7 +73,7 @@ def _write_keys(
         start = offsets[request]
         key0, key1 = secret[0], secret[1]
         for i in range(num_keys[s]):
-            if (i + 1) * block_size <= covered[request]:
+            if (i + 1) * block_size <= covered[s]:
                 first = start + i * block_size // granularity
                 last = start + ((i + 1) * block_size - 1) // granularity
                 key0, key1 = block_key(secret, key0, key1, ids, first, last + 1)
