@@ -27,8 +27,12 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+from llvmlite import ir
+from numba import types
 from numba.core import config, event
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
+from numba.extending import intrinsic
+from numpy.typing import NDArray
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -52,16 +56,55 @@ def compiled_in_place(function: F) -> F:
 
     Nothing in them counts references to arrays. Numba counts atomically, at every call and for
     every array, which costs a function that looks at a block more than the look does. One that
-    makes an array, itself or in what it calls, does not compile.
+    makes an array does not compile; none may *return* an array or a tuple of them, which the
+    caller would then release without it ever having been counted.
     """
     return _compiled(function, counts_references=False)
 
 
-def _compiled(function: F, *, counts_references: bool) -> F:
-    dispatcher = numba.njit(error_model="numpy", _nrt=counts_references)(function)
+def compiled_inline(function: F) -> F:
+    """`compiled_in_place` for what inner loops call once a block: it becomes part of its caller.
+
+    A pool is seven arrays, and an array is seven words: to pass them costs more than such a
+    function does. Code grows with every call, so only for short ones.
+    """
+    return _compiled(function, counts_references=False, inline=True)
+
+
+def _compiled(function: F, *, counts_references: bool, inline: bool = False) -> F:
+    dispatcher = numba.njit(error_model="numpy", _nrt=counts_references, forceinline=inline)(
+        function
+    )
     if not config.DISABLE_JIT and Path(function.__code__.co_filename).exists():
         dispatcher._cache = _Cache(function)
     return cast(F, dispatcher)
+
+
+if config.DISABLE_JIT:
+
+    def prefetch(array: NDArray[Any], place: int) -> None:
+        """Ask for `array[place]`, of one dimension, to be in the cache soon. Changes nothing."""
+
+else:
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def prefetch(typing_context: Any, array: Any, place: Any) -> Any:
+        """Ask for `array[place]`, of one dimension, to be in the cache soon. Changes nothing."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+            byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+            address = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
+            function = builder.module.declare_intrinsic(
+                "llvm.prefetch",
+                [byte],
+                ir.FunctionType(ir.VoidType(), [byte, word, word, word]),
+            )
+            # For writing, to be kept in every level, of data.
+            builder.call(function, [address, word(1), word(3), word(1)])
+            return context.get_dummy_value()
+
+        return types.void(array, place), generate
 
 
 @contextlib.contextmanager

@@ -125,7 +125,9 @@ def leave_a_hole_in_the_index(kv: KVCacheManager) -> None:
 def find_one_key_twice(kv: KVCacheManager) -> None:
     pool = kv._memory.pool
     pool.key[TAIL] = pool.key[IN_USE]
+    pool.key[TAIL, 1] ^= np.uint64(1)
     prefix_cache.insert(pool, TAIL)
+    pool.key[TAIL, 1] ^= np.uint64(1)
     pool.key_state[TAIL] = PUBLISHED
 
 

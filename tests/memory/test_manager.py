@@ -14,7 +14,6 @@ from models.memory_model import MemoryModel, Refusal
 from models.memory_state import assert_unchanged, free_list, snapshot
 from pagedkv import KVCacheManager, OutOfBlocks
 from pagedkv.errors import InvalidInput
-from pagedkv.memory import block_table
 from pagedkv.memory.block_key import MAX_TOKEN_ID
 from pagedkv.memory.blocks import NO_KEY
 
@@ -403,14 +402,18 @@ def test_no_kind_of_argument_is_compiled_for_anew() -> None:
     kv.extend([a], [1])
     kv.extend([a], [[1]])
     kv.slots(a)
-    from pagedkv.memory import address, extension
+    kv.free(kv.fork(a))
+    kv.commit([a])
+    from pagedkv.memory import address, calls
 
     functions = [
-        extension.add_tokens,
-        extension.extend,
-        extension.extend_by_one,
-        extension.find_rows,
-        block_table.row_of,
+        calls.add_tokens,
+        calls.extend,
+        calls.extend_by_one,
+        calls.find_rows,
+        calls.commit_all,
+        calls.fork,
+        calls.free,
         address.write_slots,
     ]
     before = [len(function.signatures) for function in functions]

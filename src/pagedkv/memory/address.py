@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pagedkv.compiling import compiled_in_place
+from pagedkv.compiling import compiled_inline
 
 
 class Address(NamedTuple):
@@ -41,7 +41,7 @@ def translate(block_table: NDArray[np.int32], token: int, block_size: int) -> Ad
     return Address(logical_block, block, offset, block * block_size + offset)
 
 
-@compiled_in_place
+@compiled_inline
 def write_slots(
     entries: NDArray[np.int32],
     row: int,

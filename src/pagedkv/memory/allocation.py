@@ -11,10 +11,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pagedkv.compiling import compiled_in_place
+from pagedkv.compiling import compiled_in_place, compiled_inline
 from pagedkv.memory import block_pool, block_table, copy_on_write, prefix_cache
 from pagedkv.memory.block_table import NO_BLOCK, BlockTables, blocks_for, make_tables
 from pagedkv.memory.blocks import FREE, BlockPool, make_pool
+
+AHEAD = 16
+"""How many blocks ahead of a loop the index is told of what comes."""
 
 
 class Memory(NamedTuple):
@@ -47,6 +50,8 @@ def find_prefix(
     limit = min(len(keys), (num_tokens - 1) // block_size)
     num_free = 0
     for i in range(limit):
+        if i + AHEAD < limit:
+            prefix_cache.expect(pool, keys[i + AHEAD, 0])
         block = prefix_cache.find(pool, keys[i, 0], keys[i, 1])
         if block < 0:
             return i, num_free
@@ -82,7 +87,7 @@ def blocks_to_grow(memory: Memory, row: int, num_new: int, block_size: int) -> i
     return needed
 
 
-@compiled_in_place
+@compiled_inline
 def grow(
     memory: Memory,
     row: int,
@@ -105,7 +110,10 @@ def grow(
             num_copies += 1
         room = (tail + 1) * block_size - num_tokens
         tail += 1
+    ahead = block_pool.nth_free(pool, AHEAD) if num_new - room > block_size else -1
     while room < num_new:
+        if ahead >= 0:
+            ahead = block_pool.expect_eviction(pool, ahead)
         tables.entries[row, tail] = block_pool.take(pool)
         room += block_size
         tail += 1
@@ -126,7 +134,10 @@ def await_keys(
 def commit(memory: Memory, row: int, num_computed: int, block_size: int) -> None:
     """The first `num_computed` tokens' K and V are in the blocks now: publish what that fills."""
     tables = memory.tables
-    for i in range(tables.num_computed[row] // block_size, num_computed // block_size):
+    end = num_computed // block_size
+    for i in range(tables.num_computed[row] // block_size, end):
+        if i + AHEAD < end:
+            block_pool.expect_publication(memory.pool, int(tables.entries[row, i + AHEAD]))
         block_pool.publish(memory.pool, int(tables.entries[row, i]))
     tables.num_computed[row] = num_computed
 

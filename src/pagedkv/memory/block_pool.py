@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pagedkv.compiling import compiled_in_place
+from pagedkv.compiling import compiled_inline
 from pagedkv.errors import BrokenLaw
 from pagedkv.memory import prefix_cache
 from pagedkv.memory.blocks import (
@@ -35,14 +35,14 @@ from pagedkv.memory.blocks import (
 _BELOW_ZERO: Any = ("law 2: a block without users was released",)
 
 
-@compiled_in_place
+@compiled_inline
 def _unlink(pool: BlockPool, block: int) -> None:
     before, after = pool.previous_free[block], pool.next_free[block]
     pool.next_free[before] = after
     pool.previous_free[after] = before
 
 
-@compiled_in_place
+@compiled_inline
 def _link_between(pool: BlockPool, block: int, before: int, after: int) -> None:
     pool.next_free[block] = after
     pool.previous_free[block] = before
@@ -50,7 +50,7 @@ def _link_between(pool: BlockPool, block: int, before: int, after: int) -> None:
     pool.previous_free[after] = block
 
 
-@compiled_in_place
+@compiled_inline
 def take(pool: BlockPool) -> int:
     """Hand out the block at the head of the free list, with count 1 and no key.
 
@@ -70,7 +70,7 @@ def take(pool: BlockPool) -> int:
     return block
 
 
-@compiled_in_place
+@compiled_inline
 def share(pool: BlockPool, block: int) -> None:
     """Add a user to `block`; a cached one leaves the free list, wherever in it it is."""
     if pool.ref_count[block] == 0:
@@ -81,7 +81,7 @@ def share(pool: BlockPool, block: int) -> None:
     pool.ref_count[block] += 1
 
 
-@compiled_in_place
+@compiled_inline
 def release(pool: BlockPool, block: int) -> None:
     """Remove a user of `block`; after the last one it is free, or cached if its key is published.
 
@@ -104,7 +104,7 @@ def release(pool: BlockPool, block: int) -> None:
             _link_between(pool, block, ends, int(pool.next_free[ends]))
 
 
-@compiled_in_place
+@compiled_inline
 def await_key(pool: BlockPool, block: int, key0: np.uint64, key1: np.uint64) -> None:
     """Note the key that `block` will be published under once its content is there."""
     pool.key[block, 0] = key0
@@ -112,7 +112,7 @@ def await_key(pool: BlockPool, block: int, key0: np.uint64, key1: np.uint64) -> 
     pool.key_state[block] = PENDING
 
 
-@compiled_in_place
+@compiled_inline
 def publish(pool: BlockPool, block: int) -> None:
     """Make a used block with a pending key findable.
 
@@ -122,18 +122,18 @@ def publish(pool: BlockPool, block: int) -> None:
     """
     if pool.key_state[block] != PENDING:
         return
-    other = prefix_cache.find(pool, pool.key[block, 0], pool.key[block, 1])
+    other = prefix_cache.insert(pool, block)
     if other >= 0:
         if pool.ref_count[other] > 0:
             pool.key_state[block] = NO_KEY
             return
         forget(pool, other)
-    prefix_cache.insert(pool, block)
+        prefix_cache.insert(pool, block)
     pool.key_state[block] = PUBLISHED
     pool.counters[PUBLICATIONS] += 1
 
 
-@compiled_in_place
+@compiled_inline
 def forget(pool: BlockPool, block: int) -> None:
     """Drop the published key of a free block, which becomes the next to be handed out."""
     ends = len(pool.ref_count)
@@ -142,3 +142,29 @@ def forget(pool: BlockPool, block: int) -> None:
     pool.counters[CACHED] -= 1
     _unlink(pool, block)
     _link_between(pool, block, ends, int(pool.next_free[ends]))
+
+
+@compiled_inline
+def expect_publication(pool: BlockPool, block: int) -> None:
+    """`block` will soon be published: have its place in the index at hand."""
+    prefix_cache.expect(pool, pool.key[block, 0])
+
+
+@compiled_inline
+def nth_free(pool: BlockPool, n: int) -> int:
+    """The block that is handed out after `n` others, or -1."""
+    ends = len(pool.ref_count)
+    block = int(pool.next_free[ends])
+    while n > 0 and block != ends:
+        block = int(pool.next_free[block])
+        n -= 1
+    return block if block != ends else -1
+
+
+@compiled_inline
+def expect_eviction(pool: BlockPool, block: int) -> int:
+    """`block` will soon be handed out: have its place in the index at hand; returns the next."""
+    if pool.key_state[block] == PUBLISHED:
+        prefix_cache.expect(pool, pool.key[block, 0])
+    after = int(pool.next_free[block])
+    return after if after != len(pool.ref_count) else -1

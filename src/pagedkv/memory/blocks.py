@@ -48,6 +48,6 @@ def make_pool(num_blocks: int) -> BlockPool:
 
 def _index_capacity(num_blocks: int) -> int:
     capacity = 8
-    while capacity < 2 * num_blocks:
+    while capacity < 8 * num_blocks:
         capacity *= 2
     return capacity

@@ -10,13 +10,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pagedkv.compiling import compiled_in_place
+from pagedkv.compiling import compiled_inline
 from pagedkv.memory import block_pool
 from pagedkv.memory.block_table import BlockTables
 from pagedkv.memory.blocks import BlockPool
 
 
-@compiled_in_place
+@compiled_inline
 def replace_if_shared(
     pool: BlockPool,
     tables: BlockTables,

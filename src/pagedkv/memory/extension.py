@@ -168,17 +168,21 @@ def extend(
     memory: Memory,
     tails: Tails,
     secret: NDArray[np.uint64],
-    rows: NDArray[np.int64],
+    sequences: NDArray[np.int64],
     counts: NDArray[np.int64],
     token_ids: NDArray[np.int64],
     block_size: int,
     caching: bool,
 ) -> tuple[Outcome, Arrays]:
-    """Give every row its new tokens' slots: all of them or none.
+    """Give every sequence its new tokens' slots: all of them or none.
 
-    `token_ids` holds the new tokens of all rows, one row after the other. Returns slots,
+    `token_ids` holds the new tokens of all, one sequence after the other. Returns slots,
     block tables, lengths, query starts and copies; see `manager.Step`.
     """
+    rows = np.empty(len(sequences), dtype=np.int64)
+    status, fault = find_rows(memory, sequences, rows)
+    if status != OK:
+        return (status, fault, 0), _no_arrays()
     for i in range(len(token_ids)):
         if token_ids[i] < 0 or token_ids[i] > MAX_TOKEN_ID:
             return (BAD_TOKEN, token_ids[i], i), _no_arrays()
@@ -230,25 +234,6 @@ def _carry_out(
             block_tables[i, j] = entries[row, j]
     query_starts[len(rows)] = position
     return num_copies
-
-
-@compiled
-def extend_by_one(
-    memory: Memory,
-    tails: Tails,
-    secret: NDArray[np.uint64],
-    sequences: NDArray[np.int64],
-    token_ids: NDArray[np.int64],
-    block_size: int,
-    caching: bool,
-) -> tuple[Outcome, Arrays]:
-    """`extend` with one new token for each sequence: a decode step in one call."""
-    rows = np.empty(len(sequences), dtype=np.int64)
-    status, fault = find_rows(memory, sequences, rows)
-    if status != OK:
-        return (status, fault, 0), _no_arrays()
-    counts = np.ones(len(sequences), dtype=np.int64)
-    return extend(memory, tails, secret, rows, counts, token_ids, block_size, caching)
 
 
 @compiled

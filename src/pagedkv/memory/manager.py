@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pagedkv.errors import BrokenLaw, InvalidInput, OutOfBlocks, UnknownSequence
-from pagedkv.memory import address, allocation, block_key, block_table, extension, laws
+from pagedkv.memory import address, allocation, block_key, block_table, calls, extension, laws
 from pagedkv.memory.block_key import Namespace
 from pagedkv.memory.blocks import CACHED, EVICTED, FREE, PUBLICATIONS
 
@@ -107,6 +107,7 @@ class KVCacheManager:
         self._root = block_key.root_key(self._secret, {})
         self._memory = allocation.make_memory(num_blocks, num_rows=16, width=_stride(16))
         self._tails = extension.make_tails(16, block_size)
+        self._state = calls.state_of(self._memory, self._tails)
         self._longest = 0  # no sequence has more tokens than this
         self._query_tokens = 0
         self._hit_tokens = 0
@@ -156,9 +157,8 @@ class KVCacheManager:
                 most = min(most, self.num_blocks * self._block_size)
         root = self._root if namespace is None else block_key.root_key(self._secret, namespace)
         self._make_room(most, rows=1)
-        outcome, row, num_cached = extension.add_tokens(
-            self._memory,
-            self._tails,
+        added = calls.add_tokens(
+            self._state,
             self._secret,
             root,
             ids,
@@ -166,7 +166,7 @@ class KVCacheManager:
             self._block_size,
             self._caching,
         )
-        return self._added(outcome, row, len(ids), num_cached)
+        return self._added(added, len(ids))
 
     def add_keyed_sequence(
         self,
@@ -191,10 +191,8 @@ class KVCacheManager:
         if not self._caching:
             keys = keys[:0]
         self._make_room(num_tokens, rows=1)
-        outcome, row, num_cached = extension.add(
-            self._memory, self._tails, keys, num_tokens, _NO_LIMIT, self._block_size
-        )
-        return self._added(outcome, row, num_tokens, num_cached)
+        added = calls.add_keyed(self._state, keys, num_tokens, _NO_LIMIT, self._block_size)
+        return self._added(added, num_tokens)
 
     def extend(self, sequences: Sequences, token_ids: TokenIds | Sequence[TokenIds]) -> Step:
         """Give each sequence room for its new tokens, all of them or none.
@@ -216,9 +214,8 @@ class KVCacheManager:
         if self._longest >= self._memory.tables.entries.shape[1] * self._block_size:
             self._longest = int(self._memory.tables.num_tokens.max())  # forget freed sequences
         self._make_room(self._longest + 1, rows=0)
-        outcome, arrays = extension.extend_by_one(
-            self._memory,
-            self._tails,
+        outcome, arrays = calls.extend_by_one(
+            self._state,
             self._secret,
             named,
             _as_integers("token ids", token_ids),  # type: ignore[arg-type]
@@ -240,21 +237,22 @@ class KVCacheManager:
         tokens held; then nothing is published.
         """
         named = _as_integers("sequences", sequences)
-        rows = self._rows(named)
-        held = self._memory.tables.num_tokens[rows]
-        done = self._memory.tables.num_computed[rows]
-        counts = held if num_computed is None else _as_integers("num_computed", num_computed)
-        if len(counts) != len(rows):
-            raise InvalidInput(f"{len(rows)} sequences, but {len(counts)} counts of tokens")
-        wrong = np.flatnonzero((counts < done) | (counts > held))
-        if len(wrong):
-            i = int(wrong[0])
-            raise InvalidInput(
-                f"sequence {named[i]}: {counts[i]} tokens computed, but it holds {held[i]} "
-                f"and {done[i]} were computed before"
-            )
-        for row, count in zip(rows, counts, strict=True):
-            allocation.commit(self._memory, row, count, self._block_size)
+        if num_computed is None:
+            status, fault = calls.commit_all(self._state, named, self._block_size)
+        else:
+            counts = _as_integers("num_computed", num_computed)
+            if len(counts) != len(named):
+                raise InvalidInput(f"{len(named)} sequences, but {len(counts)} counts of tokens")
+            status, fault = calls.commit(self._state, named, counts, self._block_size)
+            if status == calls.BACKWARDS:
+                row = self._row(int(named[fault]))
+                raise InvalidInput(
+                    f"sequence {named[fault]}: {counts[fault]} tokens computed, but it holds "
+                    f"{self._memory.tables.num_tokens[row]} and "
+                    f"{self._memory.tables.num_computed[row]} were computed before"
+                )
+        if status != extension.OK:
+            raise _error((status, fault, 0))
 
     def fork(self, sequence: int) -> int:
         """A new sequence that shares every block of this one, a partial last one included.
@@ -265,10 +263,9 @@ class KVCacheManager:
         """
         row = self._row(sequence)
         self._make_room(0, rows=1)
-        child = allocation.fork(self._memory, row)
-        extension.fork_tail(self._tails, row, child)
-        self._num_cached[child] = self._num_cached[row]
-        return int(block_table.sequence_of(self._memory.tables, child))
+        child = int(calls.fork(self._state, row))
+        self._num_cached[child % block_table.ROWS] = self._num_cached[row]
+        return child
 
     def free(self, sequence: int) -> None:
         """End a sequence and give back its blocks; cached ones can still be hit.
@@ -277,7 +274,7 @@ class KVCacheManager:
         """
         row = self._row(sequence)
         try:
-            allocation.release(self._memory, row, self._block_size)
+            calls.free(self._state, row, self._block_size)
         except BrokenLaw:
             self.verify()  # names the block
             raise
@@ -360,14 +357,16 @@ class KVCacheManager:
     def _extend_ragged(self, named: NDArray[np.int64], token_ids: Sequence[TokenIds]) -> Step:
         parts = [_as_integers("token ids", ids) for ids in token_ids]
         counts = np.array([len(part) for part in parts], dtype=np.int64)
-        rows = self._rows(named)
+        rows = np.empty(len(named), dtype=np.int64)
+        status, fault = calls.find_rows(self._state, named, rows)
+        if status != extension.OK:
+            raise _error((status, fault, 0))
         most = int((self._memory.tables.num_tokens[rows] + counts).max())
         self._make_room(most, rows=0)
-        outcome, arrays = extension.extend(
-            self._memory,
-            self._tails,
+        outcome, arrays = calls.extend(
+            self._state,
             self._secret,
-            rows,
+            named,
             counts,
             np.concatenate(parts),
             self._block_size,
@@ -378,30 +377,27 @@ class KVCacheManager:
         self._longest = max(self._longest, most)
         return Step(*arrays)
 
-    def _added(self, outcome: extension.Outcome, row: int, num_tokens: int, num_cached: int) -> int:
+    def _added(self, added: tuple[extension.Outcome, int, int], num_tokens: int) -> int:
+        outcome, sequence, num_cached = added
         if outcome[0] != extension.OK:
             raise _error(outcome)
         self._longest = max(self._longest, num_tokens)
         self._query_tokens += num_tokens
         self._hit_tokens += num_cached
-        self._num_cached[row] = num_cached
-        return int(block_table.sequence_of(self._memory.tables, row))
+        self._num_cached[sequence % block_table.ROWS] = num_cached
+        return int(sequence)
 
     def _row(self, sequence: int) -> int:
         number = _integer("sequence", sequence)
-        row = -1
-        if 0 <= number <= _INT64_MAX:
-            row = block_table.row_of(self._memory.tables, number)
-        if row < 0:
+        row, generation = number % block_table.ROWS, number // block_table.ROWS
+        tables = self._memory.tables
+        if (
+            row >= len(tables.num_tokens)
+            or tables.num_tokens[row] == block_table.FREE_ROW
+            or tables.generation[row] != generation
+        ):
             raise UnknownSequence(number)
         return row
-
-    def _rows(self, named: NDArray[np.int64]) -> NDArray[np.int64]:
-        rows = np.empty(len(named), dtype=np.int64)
-        status, fault = extension.find_rows(self._memory, named, rows)
-        if status != extension.OK:
-            raise _error((status, fault, 0))
-        return rows
 
     def _check_tokens(self, sequence: int, row: int, start: int, stop: int) -> None:
         held = int(self._memory.tables.num_tokens[row])
@@ -430,6 +426,7 @@ class KVCacheManager:
             self._memory = self._memory._replace(tables=tables)
             self._tails = extension.enlarged_tails(self._tails, num_rows)
             self._num_cached = np.resize(self._num_cached, num_rows)
+            self._state = calls.state_of(self._memory, self._tails)
 
 
 def _stride(width: int) -> int:
