@@ -68,8 +68,7 @@ def replay(
             _count_slots(regions, region_tokens, num_computed, sequences, queues, False, slots)
             observed.observe(observation, now_s, start_s, slots, 0, 0)
             run.clock[NOW_S] = start_s
-            running.next_work_s(run, sequences, queues)
-            now_s = start_s
+            continue
         is_blocked = _schedule(
             regions, policy, region_tokens, num_computed, sequences, queues, plan, limits
         )
@@ -109,7 +108,7 @@ def _schedule(
     plan: Plan,
     limits: Limits,
 ) -> bool:
-    """Decide the next step; True where the first request that waits finds no hole."""
+    """Decide the next step; True where the first request that waits fits into no hole."""
     plan.counters[:] = 0
     budget = limits.max_num_batched_tokens
     for i in range(queues.counters[RUNNING_SIZE]):
@@ -132,7 +131,7 @@ def _schedule(
         num_new = min(sequences.num_tokens[s], budget)
         if num_new < sequences.num_tokens[s] and not limits.chunked_prefill:
             if plan.counters[SCHEDULED] > 0:
-                return False
+                break
             num_new = sequences.num_tokens[s]
         start = placement.place(regions, policy, region_tokens[s])
         if start < 0:
@@ -144,7 +143,10 @@ def _schedule(
         plan.counters[ADMITTED] += 1
         _compute(num_computed, plan, s, num_new)
         budget = max(budget - num_new, 0)
-    return False
+    if queues.counters[WAITING_SIZE] == 0:
+        return False
+    s = queues.waiting[queues.counters[WAITING_HEAD]]  # it waits for tokens or for a seat
+    return not placement.would_fit(regions, policy, region_tokens[s])
 
 
 @compiled_in_place

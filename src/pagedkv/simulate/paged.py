@@ -53,8 +53,7 @@ def replay(
             _count_slots(memory, sequences, queues, limits.block_size, slots)
             observed.observe(observation, now_s, start_s, slots, 0, 0)
             run.clock[NOW_S] = start_s
-            running.next_work_s(run, sequences, queues)
-            now_s = start_s
+            continue
         scheduler.schedule(memory, sequences, queues, plan, limits)
         num_running = queues.counters[RUNNING_SIZE]
         running.note_plan(run, sequences, queues, plan)

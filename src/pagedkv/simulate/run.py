@@ -60,9 +60,9 @@ def make_run(
 
 @compiled_in_place
 def next_work_s(run: Run, sequences: Sequences, queues: Queues) -> float:
-    """Let everybody arrive who has by now, and tell when there is work: now, later, or never (inf).
+    """Let everybody arrive who has by now, and tell when to go on: now, later, or never (inf).
 
-    A sequence that is refused does not arrive.
+    A sequence that is refused does not arrive. Idle time ends at the horizon at the latest.
     """
     i = run.totals[NEXT_ARRIVAL]
     now_s = float(run.clock[NOW_S])
@@ -77,7 +77,9 @@ def next_work_s(run: Run, sequences: Sequences, queues: Queues) -> float:
         return now_s
     while i < len(run.arrival_s) and (run.refused[i] or run.follows[i]):
         i += 1
-    return float(run.arrival_s[i]) if i < len(run.arrival_s) else np.inf
+    if i == len(run.arrival_s):
+        return np.inf
+    return min(float(run.arrival_s[i]), float(run.clock[HORIZON_S]))
 
 
 @compiled_in_place

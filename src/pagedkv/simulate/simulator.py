@@ -302,7 +302,7 @@ def _make_observation(trace: Trace, config: SimulationConfig) -> observation.Obs
 def _report(progress: Progress | None, scheme: str, run: Run, config: SimulationConfig) -> None:
     if progress is not None:
         done = int(run.totals[FINISHED_COUNT]) / max(int((~run.refused).sum()), 1)
-        progress(scheme, max(done, float(run.clock[NOW_S]) / config.horizon_s))
+        progress(scheme, min(max(done, float(run.clock[NOW_S]) / config.horizon_s), 1.0))
 
 
 def _result(
