@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperCommand
 
-from pagedkv import __version__
+from pagedkv._version import __version__
 from pagedkv.cli.simulate import simulate
 from pagedkv.cli.walkthrough import walkthrough
-from pagedkv.compiling import on_first_compilation
 from pagedkv.errors import PagedKVError
 
 BROKEN_PIPE = 1  # as Rich has it, who may notice before we do
@@ -26,15 +26,45 @@ INTERRUPTED = 130
 # Bases of Typer's own errors. They are defined elsewhere from one of its releases to the next.
 _USAGE_ERROR, _ANY_ERROR = cast("list[type[Exception]]", typer.BadParameter.__mro__[1:3])
 
+
+class Command(TyperCommand):
+    """A command that says when it must compile, and whose help groups its options by panel.
+
+    The groups are plain: Typer's own boxes leave names and defaults no room at 80 columns.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; help and mistakes in the command line never come here."""
+        from pagedkv.compiling import on_first_compilation
+
+        with on_first_compilation(_say_compiling):
+            return super().invoke(ctx)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options, those of one panel together."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                is_argument = parameter.param_type_name == "argument"
+                panel = getattr(parameter, "rich_help_panel", None)
+                name = panel or ("Arguments" if is_argument else "Options")
+                groups.setdefault(name, []).append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records, col_max=24)
+
+
 app = typer.Typer(
     name="pagedkv",
     help="Page-based memory for the key-value cache of language models.",
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(simulate)
-app.command()(walkthrough)
+app.command(cls=Command)(simulate)
+app.command(cls=Command)(walkthrough)
 
 
 @app.callback(invoke_without_command=True)
@@ -52,10 +82,12 @@ def _pagedkv(
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status; what it prints goes to the standard streams."""
     try:
-        with on_first_compilation(_say_compiling):
-            status = typer.main.get_command(app)(
-                args=list(arguments), prog_name="pagedkv", standalone_mode=False
-            )
+        status = typer.main.get_command(app)(
+            args=list(arguments),
+            prog_name="pagedkv",
+            standalone_mode=False,
+            obj=tuple(arguments),
+        )
         sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except BrokenPipeError:
@@ -69,6 +101,7 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(str(error))
     except _ANY_ERROR as error:
         message = getattr(error, "format_message", error.__str__)().rstrip(".")
+        message = message.replace("Value error, ", "")  # Typer's checker talks of itself
         if isinstance(error, _USAGE_ERROR):
             context = getattr(error, "ctx", None)
             message += f": see {context.command_path if context else 'pagedkv'} --help"

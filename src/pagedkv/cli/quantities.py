@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from pagedkv.errors import InvalidInput
 
 _BYTES = {
     "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
 }
 _SECONDS = {"": 1.0, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
@@ -31,7 +32,10 @@ def parse_bytes(text: str, *, option: str) -> int:
     >>> parse_bytes("24GiB", option="--memory")
     25769803776
     """
-    return int(_parse(text, _BYTES, option=option, example="24GiB"))
+    value = int(_parse(text, _BYTES, option=option, example="24GiB"))
+    if value < 1:
+        raise InvalidInput(f"{option}: {text!r} is less than a byte")
+    return value
 
 
 def parse_seconds(text: str, *, option: str) -> float:
@@ -52,10 +56,15 @@ def _parse(
     if match is None:
         raise InvalidInput(f"{option}: {text!r} is no number with a unit: write it like {example}")
     number, unit = match.groups()
-    if unit.lower() not in units:
-        known = ", ".join(name for name in units if name and name != "b")
+    # An "M" alone is a million to some and 2**20 to others, an "m" a minute or a metre: neither
+    # is taken. Case says nothing.
+    factors = {name.lower(): factor for name, factor in units.items()}
+    if unit.lower() not in factors:
+        known = ", ".join(name for name in units if name)
         raise InvalidInput(f"{option}: {text!r} has an unknown unit {unit!r}: use one of {known}")
-    value = float(number) * units[unit.lower()]
+    value = float(number) * factors[unit.lower()]
     if value <= 0:
         raise InvalidInput(f"{option}: {text!r} is not above 0")
+    if not math.isfinite(value):
+        raise InvalidInput(f"{option}: {text!r} is too large")
     return value

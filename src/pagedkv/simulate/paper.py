@@ -14,7 +14,7 @@ agree by construction; all others follow from lengths, memory and scheduling alo
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pagedkv.scheduling.limits import SchedulerConfig
 from pagedkv.simulate.results import PaperFigure, SchemeResult
@@ -24,6 +24,7 @@ from pagedkv.simulate.trace import Trace
 from pagedkv.simulate.workloads import make_workload
 
 MODEL = "opt-13b"
+KV_DTYPE = "fp16"
 KV_MEMORY_BYTES = 12 * 2**30
 BLOCK_SIZE = 16
 HOUR_S = 3600.0
@@ -33,6 +34,18 @@ ALPACA_RATE_PER_S = 30.0
 SATURATED_RATE_PER_S = 3.0
 """Figure 2 shows systems whose memory is full. At 2 requests a second Orca's is, paged memory is
 not yet, so its row is taken at 3."""
+
+STEP_S = 0.036
+SEQUENCE_S = 0.00029
+"""Seconds: what a step takes, and for each running request more. Fitted, see the module."""
+
+REMARKS = (
+    f"how long a step takes is fitted, not predicted: {1000 * STEP_S:g} ms and "
+    f"{1000 * SEQUENCE_S:g} ms for each running request, from two means of figure 13",
+    "figure 2 shows full memories: the row of vLLM is taken at "
+    f"{SATURATED_RATE_PER_S:g} requests a second, where paged memory is full too",
+)
+"""What a reader of the comparison has to know."""
 
 _SYSTEMS = {
     "reserve-max": "Orca (Max)",
@@ -65,7 +78,7 @@ def setting(*, bytes_per_token: int) -> SimulationConfig:
         num_blocks=KV_MEMORY_BYTES // (bytes_per_token * BLOCK_SIZE),
         block_size=BLOCK_SIZE,
         step_time=measured_step_time(
-            prefill_rate_tokens_per_s=20_000.0, base_s=0.036, sequence_s=0.00029
+            prefill_rate_tokens_per_s=20_000.0, base_s=STEP_S, sequence_s=SEQUENCE_S
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=512, max_num_batched_tokens=2560, chunked_prefill=False
@@ -77,38 +90,46 @@ def setting(*, bytes_per_token: int) -> SimulationConfig:
     )
 
 
-def traces(*, seed: int) -> tuple[Trace, Trace]:
-    """An hour of ShareGPT at 2 requests a second and of Alpaca at 30."""
-    return (
-        make_workload("sharegpt", duration_s=HOUR_S, rate_per_s=SHAREGPT_RATE_PER_S, seed=seed),
-        make_workload("alpaca", duration_s=HOUR_S, rate_per_s=ALPACA_RATE_PER_S, seed=seed),
-    )
+@dataclass(frozen=True)
+class Comparison:
+    """The paper's experiments, run: its figures beside ours, and the main run in full."""
+
+    sharegpt: Trace
+    schemes: tuple[SchemeResult, ...]  # all of them, on `sharegpt`
+    figures: tuple[PaperFigure, ...]
 
 
-def compare(
-    config: SimulationConfig, *, seed: int, progress: Progress | None = None
-) -> tuple[tuple[SchemeResult, ...], list[PaperFigure]]:
-    """Run everything; returns the schemes on ShareGPT, for table and report, and all rows."""
-    sharegpt, alpaca = traces(seed=seed)
-    on_sharegpt = {s: simulate_scheme(sharegpt, config, s, progress) for s in SCHEMES}
-    on_alpaca = {s: simulate_scheme(alpaca, config, s, progress) for s in SCHEMES}
-    saturated = simulate_scheme(
-        make_workload("sharegpt", duration_s=HOUR_S, rate_per_s=SATURATED_RATE_PER_S, seed=seed),
-        config,
-        "paged",
-        progress,
-    )
-    rows = _figure_2(on_sharegpt, saturated) + _figure_13(on_sharegpt, on_alpaca)
+def compare(config: SimulationConfig, *, seed: int, progress: Progress | None = None) -> Comparison:
+    """Run everything: an hour of ShareGPT, of Alpaca, and ten minutes for each number of samples.
+
+    `progress` is called with what runs and the share of it that is done.
+    """
+
+    def run(what: str, trace: Trace, scheme: str, config: SimulationConfig) -> SchemeResult:
+        def show(scheme: str, done: float) -> None:
+            if progress is not None:
+                progress(f"{what}, {scheme}", done)
+
+        return simulate_scheme(trace, config, scheme, show)
+
+    def workload(name: str, rate_per_s: float, duration_s: float = HOUR_S) -> Trace:
+        return make_workload(name, duration_s=duration_s, rate_per_s=rate_per_s, seed=seed)
+
+    sharegpt = workload("sharegpt", SHAREGPT_RATE_PER_S)
+    alpaca = workload("alpaca", ALPACA_RATE_PER_S)
+    on_sharegpt = {s: run("ShareGPT", sharegpt, s, config) for s in SCHEMES}
+    on_alpaca = {s: run("Alpaca", alpaca, s, config) for s in SCHEMES}
+    saturated = run("full memory", workload("sharegpt", SATURATED_RATE_PER_S), "paged", config)
+    figures = _figure_2(on_sharegpt, saturated) + _figure_13(on_sharegpt, on_alpaca)
     for samples, paper in _FIGURE_15.items():
-        trace = make_workload(
-            "alpaca", duration_s=HOUR_S / 6, rate_per_s=ALPACA_RATE_PER_S / samples, seed=seed
-        )
-        result = simulate_scheme(trace, replace(config, num_samples=samples), "paged", progress)
-        rows.append(
+        trace = workload("alpaca", ALPACA_RATE_PER_S / samples, HOUR_S / 6)
+        sampled = replace(config, num_samples=samples)
+        result = run(f"{samples} samples", trace, "paged", sampled)
+        figures.append(
             PaperFigure(
                 figure="figure 15",
                 system="vLLM",
-                quantity=f"saved by sharing, {samples} samples",
+                quantity=f"saved, {samples} samples",
                 unit="%",
                 paper=paper,
                 ours=100 * result.saved_by_sharing,
@@ -116,7 +137,7 @@ def compare(
                 bar_kind="points",
             )
         )
-    return tuple(on_sharegpt.values()), rows
+    return Comparison(sharegpt, tuple(on_sharegpt.values()), tuple(figures))
 
 
 def _figure_2(results: dict[str, SchemeResult], saturated: SchemeResult) -> list[PaperFigure]:
@@ -167,7 +188,7 @@ def _figure_13(
                 PaperFigure(
                     figure="figure 13",
                     system=_SYSTEMS[scheme],
-                    quantity=f"batched requests, {workload}",
+                    quantity=f"batch, {workload}",
                     unit="",
                     paper=figures[column],
                     ours=results[scheme].running_mean,
