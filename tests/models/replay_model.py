@@ -54,7 +54,9 @@ class Replay:
         return [p for p in self.periods if p.running + p.waiting > 0]
 
     def share(self) -> list[float]:
-        """Of each kind, while requests wait or run."""
+        """Of each kind, while requests wait or run; all is free where none ever does."""
+        if not self.busy:
+            return [0, 0, 0, 0, 0, 1]
         busy_s = sum(p.stop_s - p.start_s for p in self.busy)
         return [
             sum((p.stop_s - p.start_s) * p.kinds[k] / sum(p.kinds) for p in self.busy) / busy_s
@@ -62,6 +64,8 @@ class Replay:
         ]
 
     def running_mean(self) -> float:
+        if not self.busy:
+            return 0.0
         busy_s = sum(p.stop_s - p.start_s for p in self.busy)
         return sum((p.stop_s - p.start_s) * p.running for p in self.busy) / busy_s
 
