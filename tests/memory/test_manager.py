@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 import tracemalloc
@@ -10,6 +11,7 @@ import numba
 import numpy as np
 import pytest
 
+import pagedkv.memory
 from models.memory_model import MemoryModel, Refusal
 from models.memory_state import assert_unchanged, free_list, snapshot
 from pagedkv import KVCacheManager, OutOfBlocks
@@ -82,6 +84,28 @@ def test_one_token_at_a_time_fills_the_whole_memory_and_then_is_refused() -> Non
         kv.extend([a], [200])
     assert (refused.value.needed, refused.value.available) == (1, 0)
     assert_unchanged(kv, before)
+
+
+@pytest.mark.parametrize("by", ["its prompt", "one extension", "one after another", "its parent"])
+def test_one_token_more_than_a_row_holds_fits_however_the_row_was_filled(by: str) -> None:
+    kv = KVCacheManager(100, 4)
+    held = kv._memory.tables.entries.shape[1] * 4
+    if by == "its prompt":
+        a = kv.add_sequence(range(held))
+    else:
+        a = kv.add_sequence([0])
+        if by == "one after another":
+            for token in range(1, held):
+                kv.extend([a], [token])
+        else:
+            kv.extend([a], [range(1, held)])
+    if by == "its parent":
+        a = kv.fork(a)
+    assert kv._memory.tables.entries.shape[1] * 4 == held
+    step = kv.extend([a], [1])
+    assert step.lengths.tolist() == [held + 1]
+    assert step.slots.tolist() == [held]
+    kv.verify()
 
 
 def test_many_sequences_keep_their_numbers_and_their_blocks_while_tables_grow() -> None:
@@ -240,6 +264,27 @@ def test_what_was_generated_is_found_by_a_prompt_that_holds_it() -> None:
     assert kv.num_cached_tokens(kv.add_sequence(range(30))) == 20
 
 
+def test_what_was_generated_is_not_found_before_its_commit() -> None:
+    kv = KVCacheManager(16, 4)
+    a = kv.add_sequence([0, 1, 2])
+    kv.extend([a], [[3, 4, 5, 6, 7]])
+    assert kv.num_cached_tokens(kv.add_sequence(range(9))) == 0
+
+
+def test_what_each_branch_of_a_fork_generates_is_found() -> None:
+    kv = KVCacheManager(16, 4)
+    a = kv.add_sequence(range(6))
+    kv.commit([a])
+    b = kv.fork(a)
+    with pytest.raises(InvalidInput, match="and 6 were computed before"):
+        kv.commit([b], num_computed=[5])
+    kv.extend([a, b], [[6, 7], [60, 70]])
+    kv.commit([a, b])
+    assert kv.num_cached_tokens(kv.add_sequence([*range(6), 6, 7, 8])) == 8
+    assert kv.num_cached_tokens(kv.add_sequence([*range(6), 60, 70, 8])) == 8
+    assert kv.num_cached_tokens(kv.add_sequence([*range(6), 6, 70, 8])) == 4
+
+
 def test_a_commit_of_a_part_publishes_that_part() -> None:
     kv = KVCacheManager(16, 4)
     a = kv.add_sequence(range(12))
@@ -395,6 +440,16 @@ def test_integers_of_every_type_are_numbers_of_sequences_and_tokens(dtype: str) 
     kv.verify()
 
 
+def signatures() -> dict[str, int]:
+    """For how many kinds of arguments each function of the memory is compiled."""
+    return {
+        f"{module.__name__}.{name}": len(function.signatures)
+        for _, module in inspect.getmembers(pagedkv.memory, inspect.ismodule)
+        for name, function in vars(module).items()
+        if hasattr(function, "signatures")
+    }
+
+
 @compiled_only
 def test_no_kind_of_argument_is_compiled_for_anew() -> None:
     kv = KVCacheManager(64, 4)
@@ -404,19 +459,7 @@ def test_no_kind_of_argument_is_compiled_for_anew() -> None:
     kv.slots(a)
     kv.free(kv.fork(a))
     kv.commit([a])
-    from pagedkv.memory import address, calls
-
-    functions = [
-        calls.add_tokens,
-        calls.extend,
-        calls.extend_by_one,
-        calls.find_rows,
-        calls.commit_all,
-        calls.fork,
-        calls.free,
-        address.write_slots,
-    ]
-    before = [len(function.signatures) for function in functions]
+    before = signatures()
     fixed = np.arange(8)
     fixed.flags.writeable = False
     for tokens in (fixed, fixed[::2], fixed.astype(np.uint16), range(3), (1, 2), fixed[::-1]):
@@ -425,7 +468,7 @@ def test_no_kind_of_argument_is_compiled_for_anew() -> None:
         kv.extend([np.uint64(sequence)], tokens[:1])
         kv.slots(np.int32(sequence), np.uint8(1))
         kv.free(np.int32(sequence))
-    assert [len(function.signatures) for function in functions] == before
+    assert signatures() == before
 
 
 # Memory.

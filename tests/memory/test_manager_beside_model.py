@@ -9,7 +9,8 @@ a block which could be found before that would show its garbage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from models.memory_model import MemoryModel, Refusal
-from models.memory_state import assert_unchanged, free_list, snapshot
+from models.memory_state import assert_unchanged, free_list, row_of, snapshot
+from models.siphash import siphash_2_4_128
 from models.token_storage import TokenStorage
 from pagedkv import KVCacheManager, OutOfBlocks
 from pagedkv.errors import InvalidInput, UnknownSequence
-from pagedkv.memory.block_key import MAX_TOKEN_ID
+from pagedkv.memory.block_key import MAX_TOKEN_ID, TAG_PARENT, TAG_TOKENS, root_key
+from pagedkv.memory.blocks import NO_KEY, PENDING, PUBLISHED
 
 NAMESPACES: list[dict[str, Any] | None] = [
     None,
@@ -34,13 +37,30 @@ NAMESPACES: list[dict[str, Any] | None] = [
     {"salt": 1},
     {"salt": "a", "adapter": "a"},
 ]
+Identity = frozenset[tuple[str, Any]]
 NO_LIMIT = 10**6
+SECRET = bytes(range(16))
 some_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=9)
 
 
-def identity(namespace: dict[str, Any] | None) -> Hashable:
+def identity(namespace: dict[str, Any] | None) -> Identity:
     """What two namespaces must have in common to share anything."""
     return frozenset((namespace or {}).items())
+
+
+@functools.cache
+def key_of(
+    namespace: frozenset[tuple[str, Any]], tokens: tuple[int, ...], block_size: int
+) -> bytes:
+    """The key of the last of the full blocks that `tokens` fill."""
+    if not tokens:
+        secret = np.frombuffer(SECRET, dtype="<u8").astype(np.uint64)
+        return root_key(secret, dict(namespace)).tobytes()
+    parent = key_of(namespace, tokens[:-block_size], block_size)
+    ids = b"".join(token.to_bytes(4, "little") for token in tokens[-block_size:])
+    message = (TAG_TOKENS << 56 | len(ids)).to_bytes(8, "little") + ids + bytes(-len(ids) % 8)
+    message += (TAG_PARENT << 56 | 16).to_bytes(8, "little") + parent
+    return siphash_2_4_128(SECRET, message)
 
 
 class ManagerBesideModel(RuleBasedStateMachine):
@@ -50,9 +70,7 @@ class ManagerBesideModel(RuleBasedStateMachine):
         num_blocks=st.integers(1, 12), block_size=st.integers(1, 4), caching=st.integers(0, 7)
     )
     def begin(self, num_blocks: int, block_size: int, caching: int) -> None:
-        self.kv = KVCacheManager(
-            num_blocks, block_size, prefix_caching=caching > 0, secret=bytes(range(16))
-        )
+        self.kv = KVCacheManager(num_blocks, block_size, prefix_caching=caching > 0, secret=SECRET)
         self.model = MemoryModel(num_blocks, block_size, caching > 0)
         self.eager = TokenStorage(num_blocks, block_size)
         self.late = TokenStorage(num_blocks, block_size)
@@ -73,7 +91,8 @@ class ManagerBesideModel(RuleBasedStateMachine):
         max_new_tokens: int | None,
     ) -> None:
         if self.prompts and data.draw(st.booleans(), label="shares a prefix"):
-            namespace, earlier = data.draw(st.sampled_from(self.prompts), label="with")
+            held = [(dict(s.namespace), s.tokens) for s in self.model.sequences.values()]
+            namespace, earlier = data.draw(st.sampled_from(self.prompts + held), label="with")
             tokens = earlier[: data.draw(st.integers(0, len(earlier)), label="of")] + tokens
         self.prompts.append((namespace, tokens))
         before = snapshot(self.kv)
@@ -230,8 +249,23 @@ class ManagerBesideModel(RuleBasedStateMachine):
             assert self.kv.block_table(number).tolist() == sequence.table
             assert self.kv.num_tokens(number) == len(sequence.tokens)
             assert self.kv.num_cached_tokens(number) == sequence.num_cached
+            row = row_of(number)
+            assert self.kv._memory.tables.num_computed[row] == sequence.num_computed
         for block in range(model.num_blocks):
             assert self.kv.ref_count(block) == model.users(block)
+
+    @invariant()
+    def blocks_have_the_keys_of_their_content(self) -> None:
+        pool = self.kv._memory.pool
+        contents = dict(self.model.pending)
+        contents.update({block: content for content, block in self.model.published.items()})
+        for block in range(self.model.num_blocks):
+            if block in contents:
+                key = key_of(*contents[block], self.model.block_size)
+                assert pool.key[block].tobytes() == key
+            waits = block in self.model.pending
+            expected = PENDING if waits else PUBLISHED if block in contents else NO_KEY
+            assert pool.key_state[block] == expected
 
     @invariant()
     def statistics_say_what_a_recount_says(self) -> None:
