@@ -188,7 +188,7 @@ def _figure_13(
                 PaperFigure(
                     figure="figure 13",
                     system=_SYSTEMS[scheme],
-                    quantity=f"batch, {workload}",
+                    quantity=f"{workload} batch",
                     unit="",
                     paper=figures[column],
                     ours=results[scheme].running_mean,
