@@ -48,7 +48,9 @@ def compiled(function: F) -> F:
     Division by zero gives inf or nan, as in NumPy, and integers wrap; nothing checks bounds
     unless `NUMBA_BOUNDSCHECK=1`.
     """
-    return _compiled(function, counts_references=True)
+    if config.DISABLE_JIT:
+        return function
+    return cast(F, _dispatcher(function, _Cache))
 
 
 def compiled_in_place(function: F) -> F:
@@ -59,7 +61,7 @@ def compiled_in_place(function: F) -> F:
     makes an array does not compile; none may *return* an array or a tuple of them, which the
     caller would then release without it ever having been counted.
     """
-    return _compiled(function, counts_references=False)
+    return function if config.DISABLE_JIT else cast(F, _InPlace(function, _nrt=False))
 
 
 def compiled_inline(function: F) -> F:
@@ -68,16 +70,49 @@ def compiled_inline(function: F) -> F:
     A pool is seven arrays, and an array is seven words: to pass them costs more than such a
     function does. Code grows with every call, so only for short ones.
     """
-    return _compiled(function, counts_references=False, inline=True)
+    if config.DISABLE_JIT:
+        return function
+    return cast(F, _InPlace(function, _nrt=False, forceinline=True))
 
 
-def _compiled(function: F, *, counts_references: bool, inline: bool = False) -> F:
-    dispatcher = numba.njit(error_model="numpy", _nrt=counts_references, forceinline=inline)(
-        function
-    )
-    if not config.DISABLE_JIT and Path(function.__code__.co_filename).exists():
-        dispatcher._cache = _Cache(function)
-    return cast(F, dispatcher)
+class _InPlace:
+    """A function with two compiled forms: for compiled callers, and for Python ones.
+
+    What Numba wraps around a function so that Python can call it, to unpack some twenty arrays,
+    takes longer to compile than most functions here, and few of them are called from Python.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: bool) -> None:
+        functools.update_wrapper(self, function)
+        self.py_func = function
+        self._options = options
+        bare = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+        self._for_compiled = _dispatcher(function, _CacheForCompiled, **options, **bare)
+
+    @property
+    def _numba_type_(self) -> Any:
+        """What Numba takes this for when it finds it in a function that it compiles."""
+        return self._for_compiled._numba_type_
+
+    @functools.cached_property
+    def for_python(self) -> Any:
+        """The form that Python calls, a Numba dispatcher."""
+        return _dispatcher(self.py_func, _Cache, **self._options)
+
+    @property
+    def signatures(self) -> Any:
+        """What Python has called it with."""
+        return self.for_python.signatures
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.for_python(*arguments)
+
+
+def _dispatcher(function: Callable[..., Any], cache: type[_Cache], **options: bool) -> Any:
+    dispatcher = numba.njit(error_model="numpy", **options)(function)
+    if Path(function.__code__.co_filename).exists():
+        dispatcher._cache = cache(function)
+    return dispatcher
 
 
 if config.DISABLE_JIT:
@@ -210,13 +245,26 @@ class _Locator:
         return f"{source_digest(self._py_file)}-{self._line}"
 
 
+class _LocatorForCompiled(_Locator):
+    def get_disambiguator(self) -> str:
+        return super().get_disambiguator() + "-bare"
+
+
 class _CacheImpl(CompileResultCacheImpl):  # type: ignore[misc]
     _locator_classes = [_Locator]
 
 
+class _CacheImplForCompiled(CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = [_LocatorForCompiled]
+
+
 class _Cache(FunctionCache):  # type: ignore[misc]
-    _impl_class = _CacheImpl
+    _impl_class: type[CompileResultCacheImpl] = _CacheImpl
 
     def save_overload(self, sig: Any, data: Any) -> None:
         with contextlib.suppress(OSError):  # a full disk costs the next start time, not this run
             super().save_overload(sig, data)
+
+
+class _CacheForCompiled(_Cache):
+    _impl_class = _CacheImplForCompiled
