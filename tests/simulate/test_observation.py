@@ -122,14 +122,12 @@ def test_slots_are_counted_in_the_row_that_shows_them(num_slots: int, data: st.D
     assert (seen.map_slots == expected).all()
 
 
-def test_a_row_shows_the_kind_that_most_of_its_slots_have() -> None:
+def test_a_row_of_one_kind_shows_it() -> None:
     seen = observed.make_observation(expected_s=1.0, num_blocks=2)
     assert observed.is_snapshot_due(seen, 0.0)
-    observed.count_slots(seen, observed.TOKEN_STATES, 0, 4, 20)
-    observed.count_slots(seen, observed.NEVER_USED, 4, 10, 20)
-    observed.count_slots(seen, observed.TOKEN_STATES, 10, 16, 20)
-    observed.count_slots(seen, 6, 12, 16, 20)
-    observed.count_slots(seen, observed.CACHED_KIND, 16, 20, 20)
+    observed.count_slots(seen, observed.NEVER_USED, 0, 10, 20)
+    observed.count_slots(seen, observed.TOKEN_STATES, 10, 20, 20)
+    observed.count_slots(seen, 6, 10, 20, 20)
     observed.take_snapshot(seen, 0.0)
     shown = observed.memory_map(seen, num_slots=20)
     assert shown.kind[:, 0].tolist() == [observed.NEVER_USED, observed.TOKEN_STATES]
@@ -142,6 +140,27 @@ def test_a_row_shows_the_kind_that_most_of_its_slots_have() -> None:
     shown = observed.memory_map(seen, num_slots=20)
     assert shown.kind[:, 1].tolist() == [observed.FREE_KIND, observed.FREE_KIND]
     assert shown.shared[:, 1].tolist() == [0, 0]
+
+
+def test_kinds_mixed_in_every_row_are_shown_in_proportion_and_do_not_flicker() -> None:
+    seen = observed.make_observation(expected_s=1.0, num_blocks=160)
+    percent = {observed.TOKEN_STATES: 30, observed.RESERVED: 5, observed.CACHED_KIND: 65}
+    for now_s in (0.0, 1.0):
+        assert observed.is_snapshot_due(seen, now_s)
+        for row in range(160):
+            at = 100 * row
+            for kind, slots in percent.items():
+                observed.count_slots(seen, kind, at, at + slots, 16_000)
+                at += slots
+            observed.count_slots(seen, 6, 100 * row, 100 * row + 15, 16_000)
+        observed.take_snapshot(seen, now_s)
+    shown = observed.memory_map(seen, num_slots=16_000)
+    assert (shown.kind[:, 0] == shown.kind[:, 1]).all()
+    for kind in range(6):
+        share = 100 * np.mean(shown.kind[:, 0] == kind)
+        assert share == pytest.approx(percent.get(kind, 0), abs=1.5)
+    of_used = shown.shared[:, 0][shown.kind[:, 0] == observed.TOKEN_STATES]
+    assert 0 < of_used.sum()
 
 
 @pytest.mark.parametrize("run_s", [10.0, 100.0, 2_000.0, 50_000.0])

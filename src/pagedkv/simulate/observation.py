@@ -22,6 +22,9 @@ _NUM_INTERVALS = 512
 _NUM_SNAPSHOTS = 256
 _NUM_MAP_ROWS = 160
 
+_GOLDEN = 0.6180339887498949
+"""Its multiples, without their whole part, are spread evenly over 0 to 1."""
+
 RUNNING_COLUMN, WAITING_COLUMN, TIME_COLUMN = 6, 7, 8
 """Columns of `Observation.interval` behind the kinds: sums of running and waiting requests, each
 weighted by time, and the time itself."""
@@ -131,7 +134,12 @@ def count_slots(observation: Observation, kind: int, start: int, stop: int, num_
 
 @compiled_in_place
 def take_snapshot(observation: Observation, now_s: float) -> None:
-    """Add what `count_slots` counted to the memory map."""
+    """Add what `count_slots` counted to the memory map.
+
+    A row of many slots shows one of their kinds, each in as many rows as its share would have: the
+    most frequent one would hide all others where kinds are mixed. Which of a row's slots it is
+    stays the same over time, so that the picture does not flicker.
+    """
     kinds, shared, at = observation.map_kind, observation.map_shared, observation.snapshot_s
     if observation.num_snapshots[0] == len(at):
         for i in range(len(at) // 2):
@@ -145,13 +153,16 @@ def take_snapshot(observation: Observation, now_s: float) -> None:
     observation.num_snapshots[0] += 1
     at[column] = now_s
     for row in range(len(kinds)):
-        most = 0
-        for kind in range(1, 6):
-            if observation.map_slots[row, kind] > observation.map_slots[row, most]:
-                most = kind
-        used = observation.map_slots[row, TOKEN_STATES]
-        kinds[row, column] = most
-        shared[row, column] = 1 if observation.map_slots[row, 6] * 2 > max(used, 1.0) else 0
+        slots = observation.map_slots[row]
+        place = (row + 1) * _GOLDEN % 1.0
+        wanted = place * slots[:6].sum()
+        kind = 0
+        passed = slots[0]
+        while passed <= wanted and kind < 5:
+            kind += 1
+            passed += slots[kind]
+        kinds[row, column] = kind
+        shared[row, column] = 1 if slots[6] > place * slots[TOKEN_STATES] else 0
     width = observation.times[SNAPSHOT_S]
     observation.times[NEXT_SNAPSHOT_S] = (np.floor(now_s / width) + 1) * width
 

@@ -204,7 +204,7 @@ def memory_map(scheme: SchemeResult, result: SimulationResult) -> Figure:
 
 
 def map_cells(recorded: MemoryMap) -> NDArray[np.uint8]:
-    """The map's kinds, with `len(KINDS)` where most of a row of token states is shared."""
+    """The map's kinds, with `len(KINDS)` where token states are shared."""
     shared = (recorded.kind == KINDS.index("token_states")) & (recorded.shared > 0)
     return np.where(shared, len(KINDS), recorded.kind).astype(np.uint8)
 

@@ -40,9 +40,9 @@ class Timeline:
 class MemoryMap:
     """Snapshots of the physical memory: `kind` uint8 [rows, columns], an index into KINDS.
 
-    Each row stands for `slots_per_row` neighbouring slots and shows the kind that most of them
-    have; column `j` was taken at `time_s[j]`. Slots used by several sequences at once are
-    counted in `shared` uint8 [rows, columns], 1 where most of a row's used slots are shared.
+    Each row stands for `slots_per_row` neighbouring slots and shows one of their kinds, so chosen
+    that among many rows each kind is seen in proportion; column `j` was taken at `time_s[j]`.
+    `shared` uint8 [rows, columns] is 1 where several sequences use what is shown, chosen likewise.
     """
 
     time_s: NDArray[np.float64]
