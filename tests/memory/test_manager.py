@@ -108,6 +108,17 @@ def test_one_token_more_than_a_row_holds_fits_however_the_row_was_filled(by: str
     kv.verify()
 
 
+def test_short_sequences_make_no_table_larger_however_many_come_and_go() -> None:
+    kv = KVCacheManager(1000, 1)
+    shape = kv._memory.tables.entries.shape
+    for _ in range(20):
+        a = kv.add_sequence([0])
+        for token in range(1, 10):
+            kv.extend([a], [token])
+        kv.free(a)
+    assert kv._memory.tables.entries.shape == shape
+
+
 def test_many_sequences_keep_their_numbers_and_their_blocks_while_tables_grow() -> None:
     kv = KVCacheManager(500, 4, secret=bytes(16))
     model = MemoryModel(500, 4)
