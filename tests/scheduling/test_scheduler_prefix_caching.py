@@ -134,6 +134,13 @@ def test_leaving_a_blocked_request_alone_changes_no_decision(
         assert with_shortcut.step() == without.step()
 
 
+def test_a_request_that_did_not_fit_gets_in_when_its_prefix_is_published() -> None:
+    nine = {"prompt": 9, "output": 9, "block_size": 4, "shared": 8}
+    run = ScheduledRun([keyed(**nine, number=i) for i in range(2)], 5, Limits(4, 4, 64, True, 0))
+    assert run.step().admitted == [(0, 0)]
+    assert run.step().admitted == [(1, 8)]
+
+
 def test_a_prefix_that_becomes_whole_again_frees_a_blocked_request_at_once() -> None:
     """B's own first block has no key, since A's twin of it had the key first; A's is evicted. So
     H finds nothing, until D publishes the first block: then all that B has is found at once."""
