@@ -1,0 +1,804 @@
+"""Continuous scheduling: sequences arrive, end and are cancelled while others run.
+
+The decisions are those of `scheduler`, the compiled functions that the simulator calls. What is
+added here is what a simulation knows beforehand and an engine does not: who comes when, what the
+next token is, and when an answer ends. A step is one round of
+
+1. `schedule`: who computes what, with the arrays that a model and its attention take as they are;
+2. the model runs, and somebody chooses a token for each sequence that is due one;
+3. `commit`: those tokens are known from now on, and the blocks that the step filled can be found.
+
+A sequence is a column of arrays. Columns are recycled, and so is the room for its token ids and
+the keys of its blocks, which lie in one region of `blocks_for(longest)` blocks::
+
+    token_ids   [ ─── region of column 4 ─── | ── of column 0 ── |  free  ]   block_size a block
+    keys        [ ─── region of column 4 ─── | ── of column 0 ── |  free  ]   one a block
+                  └ first_key[4]
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pagedkv.compiling import compiled_in_place
+from pagedkv.errors import BrokenLaw, InvalidInput, NeverFits, UnknownSequence
+from pagedkv.memory import laws
+from pagedkv.memory.address import write_slots
+from pagedkv.memory.allocation import Memory, make_memory
+from pagedkv.memory.block_key import MAX_TOKEN_ID, Namespace, block_key, root_key
+from pagedkv.memory.block_table import FREE_ROW, NO_BLOCK, blocks_for
+from pagedkv.memory.blocks import CACHED, EVICTED, FREE
+from pagedkv.scheduling import queues as queue
+from pagedkv.scheduling import scheduler
+from pagedkv.scheduling.limits import Limits, SchedulerConfig
+from pagedkv.scheduling.queues import (
+    BLOCKED,
+    EXPECTED,
+    FINISHED,
+    RUNNING,
+    RUNNING_SIZE,
+    WAITING,
+    WAITING_HEAD,
+    WAITING_SIZE,
+    Queues,
+    Sequences,
+    make_queues,
+    make_sequences,
+)
+from pagedkv.scheduling.scheduler import ADMITTED, COPIES, PREEMPTED, SCHEDULED, Plan, make_plan
+
+COLUMNS = 1 << 24
+"""More columns than there can be; a sequence's number modulo this is its column."""
+
+
+class Batch(NamedTuple):
+    """One step's work: n sequences compute T tokens together, and k tokens are chosen after it."""
+
+    sequences: NDArray[np.int64]
+    """[n]: the number of each sequence that computes."""
+    token_ids: NDArray[np.int64]
+    """[T]: the tokens to compute, sequence after sequence."""
+    positions: NDArray[np.int64]
+    """[T]: the place of each in its sequence."""
+    slots: NDArray[np.int64]
+    """[T]: where the keys and values of each go."""
+    block_tables: NDArray[np.int32]
+    """[n, widest]: each sequence's block table, -1 behind its end."""
+    lengths: NDArray[np.int64]
+    """[n]: tokens of each sequence once these are computed."""
+    query_starts: NDArray[np.int64]
+    """[n + 1]: sequence i computes tokens `query_starts[i]` to `query_starts[i + 1]`, half open."""
+    copies: NDArray[np.int32]
+    """[m, 2]: (from, to) of each block to copy, in this order, before anything is written."""
+    due: NDArray[np.int64]
+    """[k]: the number of each sequence that has a new token after this step."""
+    due_rows: NDArray[np.int64]
+    """[k]: the place in the batch of the token whose logits choose it; forks share one."""
+    admitted: NDArray[np.int64]
+    """Sequences that began or began again in this step."""
+    num_cached: NDArray[np.int64]
+    """Tokens that each admitted sequence found in the cache."""
+    preempted: NDArray[np.int64]
+    """Sequences that gave way, and wait to be computed again."""
+
+
+@dataclass(frozen=True)
+class SchedulerStatistics:
+    """What the memory holds now, and what happened since the start."""
+
+    num_blocks: int
+    block_size: int
+    used_blocks: int
+    shared_blocks: int
+    """Of the used ones, those that several sequences share."""
+    cached_blocks: int
+    free_blocks: int
+    table_entries: int
+    """Blocks that the running sequences would need without sharing."""
+    held_tokens: int
+    """Slots of used blocks that hold a token."""
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    computed_tokens: int
+    query_tokens: int
+    """Tokens of all sequences when they were first admitted, which could have been cached."""
+    hit_tokens: int
+    """Of those, the ones that were."""
+    preemptions: int
+    recomputed_tokens: int
+    evicted_blocks: int
+    peak_used_blocks: int
+    peak_running: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tokens admitted that were cached; 0 before anything was admitted."""
+        return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
+
+    @property
+    def waste(self) -> float:
+        """Share of the slots in used blocks that hold no token; 0 while none is used."""
+        slots = self.used_blocks * self.block_size
+        return 1.0 - self.held_tokens / slots if slots else 0.0
+
+
+class Scheduler:
+    """Sequences on a memory: who computes what in each step, and where it goes.
+
+    >>> config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=8, watermark=0.0)
+    >>> scheduler = Scheduler(8, config, block_size=4, max_model_len=32)
+    >>> [a] = scheduler.add([11, 12, 13, 14, 15], max_new_tokens=2)
+    >>> batch = scheduler.schedule()
+    >>> batch.slots.tolist(), batch.due.tolist() == [a], batch.due_rows.tolist()
+    ([0, 1, 2, 3, 4], True, [4])
+    >>> scheduler.commit([16])
+    >>> batch = scheduler.schedule()
+    >>> batch.token_ids.tolist(), batch.positions.tolist(), batch.slots.tolist()
+    ([16], [5], [5])
+    >>> scheduler.commit([17])
+    >>> scheduler.finish([a])
+
+    `num_blocks` blocks of `block_size` tokens; no sequence has more than `max_model_len` tokens,
+    prompt and answer. With `prefix_caching` full blocks are found again by their content;
+    `secret` (16 bytes, random unless given) keys the hash.
+
+    Not thread-safe: one thread at a time. Raises `InvalidInput` for values out of range.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        config: SchedulerConfig,
+        *,
+        block_size: int = 16,
+        max_model_len: int,
+        prefix_caching: bool = True,
+        secret: bytes | None = None,
+    ) -> None:
+        for name, value in (
+            ("num_blocks", num_blocks),
+            ("block_size", block_size),
+            ("max_model_len", max_model_len),
+        ):
+            if value < 1:
+                raise InvalidInput(f"{name} is {value}: give at least 1")
+        if secret is None:
+            secret = os.urandom(16)
+        if len(secret) != 16:
+            raise InvalidInput(f"secret is {len(secret)} bytes: give 16 bytes")
+        self.config = config
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.prefix_caching = prefix_caching
+        self._limits = config.limits(num_blocks=num_blocks, block_size=block_size)
+        self._secret = np.frombuffer(secret, dtype="<u8").astype(np.uint64)
+        self._root = root_key(self._secret, {})
+        width = min(blocks_for(max_model_len, block_size), num_blocks)
+        seats = config.max_num_seqs
+        self._memory: Memory = make_memory(num_blocks, seats, width | 1)
+        self._plan: Plan = make_plan(seats, width | 1)
+        none = np.zeros(0, dtype=np.int64)
+        self._sequences: Sequences = make_sequences(none, none)
+        self._queues: Queues = make_queues(1, seats)
+        self._token_ids = np.zeros(0, dtype=np.int64)
+        self._roots = np.zeros((0, 2), dtype=np.uint64)
+        self._keyed = np.zeros(0, dtype=np.bool_)
+        self._alive = np.zeros(0, dtype=np.bool_)
+        self._generation = np.zeros(0, dtype=np.int64)
+        self._region_blocks = np.zeros(0, dtype=np.int64)
+        self._lost = np.zeros(0, dtype=np.int64)
+        self._regions_end = 0
+        self._batch: Batch | None = None
+        self._doomed: set[int] = set()
+        self._totals = dict.fromkeys(
+            ("steps", "computed", "queries", "hits", "preemptions", "recomputed"), 0
+        )
+        self._peak_used = 0
+        self._peak_running = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """All physical blocks."""
+        return len(self._memory.pool.ref_count)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have blocks."""
+        return int(self._queues.counters[RUNNING_SIZE])
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for blocks or for a seat."""
+        return int(self._queues.counters[WAITING_SIZE])
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to schedule."""
+        return self.num_running == 0 and self.num_waiting == 0
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step was scheduled and neither committed nor abandoned."""
+        return self._batch is not None
+
+    def add(
+        self,
+        token_ids: ArrayLike,
+        *,
+        max_new_tokens: int,
+        num_samples: int = 1,
+        namespace: Namespace | None = None,
+        reuse: bool = True,
+        name: str = "",
+    ) -> list[int]:
+        """A request arrives: a prompt, and `num_samples` answers of up to `max_new_tokens` tokens.
+
+        Returns the number of each sample's sequence. The first computes the prompt; the others
+        fork from it and share all of its blocks. `namespace` names what besides the tokens
+        changes K and V. Without `reuse` the prompt is computed whole, and nothing of it is
+        cached, for those who need every logit. `name` is what an error calls the request.
+
+        Raises `NeverFits` for a request that needs more blocks than the memory has; nothing can
+        help it. Raises `InvalidInput` for no tokens, token ids out of range, more tokens than
+        `max_model_len`, or more samples than `max_num_seqs`.
+        """
+        ids = self._checked_ids(token_ids)
+        name = name or "with " + f"{len(ids)} prompt tokens"
+        if max_new_tokens < 1 or num_samples < 1:
+            raise InvalidInput(
+                f"request {name} asks for {max_new_tokens} new tokens and {num_samples} samples: "
+                "give at least 1 of each"
+            )
+        total = len(ids) + max_new_tokens
+        if total > self.max_model_len:
+            raise InvalidInput(
+                f"request {name}: {len(ids)} prompt tokens and {max_new_tokens} new ones are more "
+                f"than the model's maximum, {self.max_model_len}"
+            )
+        if num_samples > self.config.max_num_seqs:
+            raise InvalidInput(
+                f"request {name} asks for {num_samples} samples, which run at once, but "
+                f"max_num_seqs is {self.config.max_num_seqs}"
+            )
+        # The last token is never computed: its K and V are needed by nobody.
+        needed = blocks_for(total - 1, self.block_size)
+        if needed > self.num_blocks:
+            raise NeverFits(request=name, needed=needed, capacity=self.num_blocks)
+        root = self._root if namespace is None else root_key(self._secret, namespace)
+        first = self._take_columns(num_samples)
+        self._make_regions(first, num_samples, blocks_for(total, self.block_size))
+        _arrive(
+            self._sequences,
+            self._queues,
+            self._token_ids,
+            self._roots,
+            self._keyed,
+            self._secret,
+            root,
+            ids,
+            first,
+            num_samples,
+            total,
+            self.block_size,
+            self.prefix_caching and reuse,
+        )
+        columns = np.arange(first, first + num_samples, dtype=np.int64)
+        return [int(number) for number in self._numbers(columns)]
+
+    def schedule(self) -> Batch:
+        """Decide the next step; its blocks are taken, and what it will write is in the `Batch`.
+
+        Empty if nobody can compute. Raises `InvalidInput` if a step is under way.
+        """
+        if self._batch is not None:
+            raise InvalidInput("a step is under way: commit or abandon it first")
+        plan, sequences = self._plan, self._sequences
+        scheduler.schedule(self._memory, sequences, self._queues, plan, self._limits)
+        n = int(plan.counters[SCHEDULED])
+        lengths = plan.start[:n] + plan.num_new[:n]
+        num_tokens = int(plan.num_new[:n].sum())
+        width = blocks_for(int(lengths.max(initial=0)), self.block_size)
+        seats = self.config.max_num_seqs
+        token_ids = np.empty(num_tokens, dtype=np.int64)
+        positions = np.empty(num_tokens, dtype=np.int64)
+        slots = np.empty(num_tokens, dtype=np.int64)
+        block_tables = np.empty((n, width), dtype=np.int32)
+        query_starts = np.zeros(n + 1, dtype=np.int64)
+        due = np.empty(seats, dtype=np.int64)
+        due_rows = np.empty(seats, dtype=np.int64)
+        k = _describe(
+            self._memory,
+            sequences,
+            plan,
+            self.block_size,
+            self._token_ids,
+            token_ids,
+            positions,
+            slots,
+            block_tables,
+            query_starts,
+            due,
+            due_rows,
+        )
+        admitted = plan.admitted[: plan.counters[ADMITTED]].copy()
+        preempted = plan.preempted[: plan.counters[PREEMPTED]].copy()
+        num_cached = plan.num_cached[: len(admitted)].copy()
+        self._count(admitted, num_cached, preempted, num_tokens)
+        self._due_columns = due[:k]
+        self._batch = Batch(
+            sequences=self._numbers(plan.sequence[:n]),
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            block_tables=block_tables,
+            lengths=lengths,
+            query_starts=query_starts,
+            copies=plan.copies[: plan.counters[COPIES]].copy(),
+            due=self._numbers(due[:k]),
+            due_rows=due_rows[:k],
+            admitted=self._numbers(admitted),
+            num_cached=num_cached,
+            preempted=self._numbers(preempted),
+        )
+        return self._batch
+
+    def commit(self, tokens: ArrayLike) -> None:
+        """The step has run: `tokens` int64 [k] are what the sequences in `Batch.due` say next.
+
+        Publishes the blocks that the step filled. Sequences cancelled meanwhile end now.
+
+        Raises `InvalidInput` for a wrong number of tokens, or without a step; the step goes on.
+        """
+        if self._batch is None:
+            raise InvalidInput("no step is under way: schedule one first")
+        said = np.ascontiguousarray(tokens, dtype=np.int64)
+        if said.shape != self._due_columns.shape:
+            raise InvalidInput(
+                f"{said.size} tokens, but {len(self._due_columns)} sequences are due one"
+            )
+        if said.size and (int(said.min()) < 0 or int(said.max()) > MAX_TOKEN_ID):
+            raise InvalidInput(f"a token id is not 0 to {MAX_TOKEN_ID}")
+        _conclude(
+            self._memory,
+            self._sequences,
+            self._queues,
+            self._plan,
+            self._limits,
+            self._secret,
+            self._roots,
+            self._keyed,
+            self._token_ids,
+            self._due_columns,
+            said,
+        )
+        self._batch = None
+        if self._doomed:
+            doomed, self._doomed = sorted(self._doomed), set()
+            self._end(doomed)
+
+    def abandon(self) -> list[int]:
+        """The step failed: its sequences end, and nothing that it wrote is ever found.
+
+        Returns their numbers, with those of samples that were to fork from them.
+        """
+        if self._batch is None:
+            return []
+        columns = self._with_followers([int(s) % COLUMNS for s in self._batch.sequences])
+        self._batch = None
+        numbers = [int(s) for s in self._numbers(np.array(columns, dtype=np.int64))]
+        doomed, self._doomed = self._doomed, set()
+        self._end(sorted(doomed.union(columns)))
+        return numbers
+
+    def finish(self, sequences: Iterable[int]) -> None:
+        """These sequences have said all; their blocks come back, and cached ones can be hit.
+
+        Raises `UnknownSequence`, for one that ended already too, and then ends none of them.
+        """
+        columns = list(dict.fromkeys(self._column(s) for s in sequences))
+        self._leave(columns)
+
+    def cancel(self, sequence: int) -> None:
+        """Nobody wants this sequence any more, whether it waits or runs.
+
+        Samples that were to fork from it end too. While a step is under way its blocks are being
+        written to, so they come back when that step is committed or abandoned.
+
+        Raises `UnknownSequence`, for one that ended already too.
+        """
+        self._leave(self._with_followers([self._column(sequence)]))
+
+    def token_ids(self, sequence: int) -> NDArray[np.int64]:
+        """A copy of all tokens of `sequence`, prompt and answer, int64 [n]."""
+        s = self._column(sequence)
+        first = int(self._sequences.first_key[s]) * self.block_size
+        return self._token_ids[first : first + int(self._sequences.num_tokens[s])].copy()
+
+    def statistics(self) -> SchedulerStatistics:
+        """What the memory holds and what happened so far."""
+        pool, tables = self._memory
+        held = tables.num_tokens[tables.num_tokens != FREE_ROW]
+        free, cached = int(pool.counters[FREE]), int(pool.counters[CACHED])
+        totals = self._totals
+        return SchedulerStatistics(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            used_blocks=self.num_blocks - free,
+            shared_blocks=int((pool.ref_count > 1).sum()),
+            cached_blocks=cached,
+            free_blocks=free - cached,
+            table_entries=int((-(-held // self.block_size)).sum()),
+            held_tokens=(self.num_blocks - free) * self.block_size - self._num_empty_slots(),
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_steps=totals["steps"],
+            computed_tokens=totals["computed"],
+            query_tokens=totals["queries"],
+            hit_tokens=totals["hits"],
+            preemptions=totals["preemptions"],
+            recomputed_tokens=totals["recomputed"],
+            evicted_blocks=int(pool.counters[EVICTED]),
+            peak_used_blocks=self._peak_used,
+            peak_running=self._peak_running,
+        )
+
+    def verify(self) -> None:
+        """Check every law of the memory (docs/laws.md), and that rows belong to running sequences.
+
+        Raises `BrokenLaw`, which lists every broken law.
+        """
+        broken = laws.broken_laws(self._memory, self.block_size)
+        sequences = self._sequences
+        rows = sequences.row[self._alive & (sequences.state == RUNNING)]
+        taken = np.flatnonzero(self._memory.tables.num_tokens != FREE_ROW)
+        if not np.array_equal(np.sort(rows), taken):
+            broken.append("the rows in use are not those of the running sequences")
+        if broken:
+            raise BrokenLaw(broken)
+
+    def _checked_ids(self, token_ids: ArrayLike) -> NDArray[np.int64]:
+        ids = np.asarray(token_ids)
+        if ids.ndim != 1 or len(ids) == 0:
+            raise InvalidInput("a prompt needs at least one token")
+        if ids.dtype.kind not in "iu":
+            raise InvalidInput(f"token ids are {ids.dtype}: give integers")
+        if int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN_ID:
+            raise InvalidInput(f"a token id is not 0 to {MAX_TOKEN_ID}")
+        return np.ascontiguousarray(ids, dtype=np.int64)
+
+    def _numbers(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
+        numbers: NDArray[np.int64] = columns + COLUMNS * self._generation[columns]
+        return numbers
+
+    def _column(self, sequence: int) -> int:
+        column, generation = int(sequence) % COLUMNS, int(sequence) // COLUMNS
+        if (
+            not 0 <= column < len(self._alive)
+            or not self._alive[column]
+            or self._generation[column] != generation
+            or column in self._doomed
+        ):
+            raise UnknownSequence(int(sequence))
+        return column
+
+    def _with_followers(self, columns: list[int]) -> list[int]:
+        """`columns` and, of each, the samples that have not forked from it yet."""
+        sequences = self._sequences
+        everyone = dict.fromkeys(columns)
+        for s in columns:
+            for follower in range(s + 1, s + 1 + int(sequences.num_followers[s])):
+                if self._alive[follower] and sequences.state[follower] == EXPECTED:
+                    everyone[follower] = None
+        return list(everyone)
+
+    def _leave(self, columns: list[int]) -> None:
+        expected = [s for s in columns if self._is_to_be_forked(s, columns)]
+        if self._batch is not None:
+            self._doomed.update(columns)
+        else:
+            self._doomed.update(expected)
+            self._end([s for s in columns if s not in self._doomed])
+
+    def _is_to_be_forked(self, s: int, leaving: list[int]) -> bool:
+        """Whether a sample waits for its fork, which will still take place: it ends after that."""
+        if self._sequences.state[s] != EXPECTED:
+            return False
+        leader = s
+        while self._sequences.num_followers[leader] == 0:
+            leader -= 1
+        return leader not in leaving
+
+    def _end(self, columns: list[int]) -> None:
+        still_expected = [s for s in columns if self._is_to_be_forked(s, columns)]
+        if still_expected:
+            self._doomed.update(still_expected)
+            columns = [s for s in columns if s not in self._doomed]
+        if columns:
+            ended = np.array(columns, dtype=np.int64)
+            _end(self._memory, self._sequences, self._queues, ended, self.block_size)
+            self._alive[ended] = False
+            self._generation[ended] += 1
+            self._region_blocks[ended] = 0
+            self._lost[ended] = 0
+
+    def _count(
+        self,
+        admitted: NDArray[np.int64],
+        num_cached: NDArray[np.int64],
+        preempted: NDArray[np.int64],
+        num_tokens: int,
+    ) -> None:
+        totals, sequences = self._totals, self._sequences
+        totals["steps"] += 1
+        totals["computed"] += num_tokens
+        totals["preemptions"] += len(preempted)
+        self._lost[preempted] = self._plan.num_lost[: len(preempted)]
+        if len(admitted):
+            first = sequences.num_admissions[admitted] == 1
+            totals["queries"] += int(sequences.num_tokens[admitted][first].sum())
+            totals["hits"] += int(num_cached[first].sum())
+            totals["recomputed"] += int(np.maximum(self._lost[admitted] - num_cached, 0).sum())
+            self._lost[admitted] = 0
+        used = self.num_blocks - int(self._memory.pool.counters[FREE])
+        self._peak_used = max(self._peak_used, used)
+        self._peak_running = max(self._peak_running, self.num_running)
+
+    def _num_empty_slots(self) -> int:
+        """Slots of used blocks without a token: all in last blocks, shared ones counted once."""
+        tables = self._memory.tables
+        rows = np.flatnonzero(tables.num_tokens > 0)
+        num_tokens = tables.num_tokens[rows]
+        last = tables.entries[rows, (num_tokens - 1) // self.block_size]
+        _, places = np.unique(last, return_index=True)
+        return int((-num_tokens[places] % self.block_size).sum())
+
+    def _take_columns(self, count: int) -> int:
+        """The first of `count` columns in a row that are nobody's."""
+        free = np.flatnonzero(~self._alive)
+        if len(free) >= count:
+            runs = np.flatnonzero(free[count - 1 :] - free[: len(free) - count + 1] == count - 1)
+            if len(runs):
+                first = int(free[runs[0]])
+                self._alive[first : first + count] = True
+                return first
+        first = len(self._alive)
+        self._add_columns(max(count, first, 16))
+        self._alive[first : first + count] = True
+        return first
+
+    def _add_columns(self, count: int) -> None:
+        old = self._sequences
+        none = np.zeros(count, dtype=np.int64)
+        more = make_sequences(none, none.copy(), none.copy(), none.copy(), none.copy(), old.keys)
+        columns = {
+            name: np.concatenate([getattr(old, name), getattr(more, name)])
+            for name in Sequences._fields
+            if name != "keys"
+        }
+        self._sequences = old._replace(**columns)
+        self._roots = np.concatenate([self._roots, np.zeros((count, 2), dtype=np.uint64)])
+        self._keyed = np.concatenate([self._keyed, np.zeros(count, dtype=np.bool_)])
+        self._alive = np.concatenate([self._alive, np.zeros(count, dtype=np.bool_)])
+        self._generation = np.concatenate([self._generation, none])
+        self._region_blocks = np.concatenate([self._region_blocks, none])
+        self._lost = np.concatenate([self._lost, none])
+        queues = make_queues(len(self._alive), self.config.max_num_seqs)
+        size, head = self.num_waiting, int(self._queues.counters[WAITING_HEAD])
+        places = (head + np.arange(size)) % len(self._queues.waiting)
+        queues.waiting[:size] = self._queues.waiting[places]
+        queues.running[:] = self._queues.running
+        queues.counters[:] = self._queues.counters
+        queues.counters[WAITING_HEAD] = 0
+        self._queues = queues
+
+    def _make_regions(self, first: int, count: int, blocks: int) -> None:
+        """Give columns `first` to `first + count` room for `blocks` blocks of tokens each."""
+        if self._regions_end + count * blocks > len(self._sequences.keys):
+            self._move_regions(count * blocks)
+        for s in range(first, first + count):
+            self._sequences.first_key[s] = self._regions_end
+            self._region_blocks[s] = blocks
+            self._regions_end += blocks
+
+    def _move_regions(self, blocks: int) -> None:
+        """Close the gaps of sequences that ended, in arrays with room for `blocks` more.
+
+        As large as what is alive twice over, so a block is moved O(1) times.
+        """
+        living = np.flatnonzero(self._region_blocks)
+        capacity = max(2 * (int(self._region_blocks.sum()) + blocks), 64)
+        token_ids = np.empty(capacity * self.block_size, dtype=np.int64)
+        keys = np.empty((capacity, 2), dtype=np.uint64)
+        end = 0
+        for s in living:
+            old, size = int(self._sequences.first_key[s]), int(self._region_blocks[s])
+            num_tokens = int(self._sequences.num_tokens[s])
+            here, there = end * self.block_size, old * self.block_size
+            token_ids[here : here + num_tokens] = self._token_ids[there : there + num_tokens]
+            used = int(self._sequences.num_keys[s])
+            keys[end : end + used] = self._sequences.keys[old : old + used]
+            self._sequences.first_key[s] = end
+            end += size
+        self._regions_end = end
+        self._token_ids = token_ids
+        self._sequences = self._sequences._replace(keys=keys)
+
+
+@compiled_in_place
+def _arrive(
+    sequences: Sequences,
+    queues: Queues,
+    token_ids: NDArray[np.int64],
+    roots: NDArray[np.uint64],
+    keyed: NDArray[np.bool_],
+    secret: NDArray[np.uint64],
+    root: NDArray[np.uint64],
+    ids: NDArray[np.int64],
+    first: int,
+    num_samples: int,
+    total: int,
+    block_size: int,
+    caching: bool,
+) -> None:
+    """Fill the columns `first` to `first + num_samples`; the first of them waits."""
+    for s in range(first, first + num_samples):
+        sequences.state[s] = EXPECTED
+        sequences.prompt_tokens[s] = len(ids)
+        sequences.total_tokens[s] = total
+        sequences.num_tokens[s] = len(ids)
+        sequences.row[s] = queue.NO_ROW
+        sequences.num_admissions[s] = 0
+        sequences.num_followers[s] = num_samples - 1 if s == first else 0
+        sequences.num_keys[s] = 0
+        roots[s, 0] = root[0]
+        roots[s, 1] = root[1]
+        keyed[s] = caching
+        start = sequences.first_key[s] * block_size
+        for i in range(len(ids)):
+            token_ids[start + i] = ids[i]
+        if caching:
+            for block in range(len(ids) // block_size):
+                if s == first:
+                    _name_block(sequences, roots, token_ids, secret, s, block, block_size)
+                else:  # the same tokens have the same key
+                    key, leaders = sequences.first_key[s], sequences.first_key[first]
+                    sequences.keys[key + block, 0] = sequences.keys[leaders + block, 0]
+                    sequences.keys[key + block, 1] = sequences.keys[leaders + block, 1]
+            sequences.num_keys[s] = len(ids) // block_size
+    queue.push_back(sequences, queues, first)
+
+
+@compiled_in_place
+def _name_block(
+    sequences: Sequences,
+    roots: NDArray[np.uint64],
+    token_ids: NDArray[np.int64],
+    secret: NDArray[np.uint64],
+    s: int,
+    block: int,
+    block_size: int,
+) -> None:
+    """Compute the key of one full block of `s`; the one before it has its key."""
+    key = sequences.first_key[s] + block
+    if block == 0:
+        parent0, parent1 = roots[s, 0], roots[s, 1]
+    else:
+        parent0, parent1 = sequences.keys[key - 1, 0], sequences.keys[key - 1, 1]
+    start = key * block_size
+    key0, key1 = block_key(secret, parent0, parent1, token_ids, start, start + block_size)
+    sequences.keys[key, 0] = key0
+    sequences.keys[key, 1] = key1
+
+
+@compiled_in_place
+def _describe(
+    memory: Memory,
+    sequences: Sequences,
+    plan: Plan,
+    block_size: int,
+    all_token_ids: NDArray[np.int64],
+    token_ids: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    block_tables: NDArray[np.int32],
+    query_starts: NDArray[np.int64],
+    due: NDArray[np.int64],
+    due_rows: NDArray[np.int64],
+) -> int:
+    """Write the arrays of a `Batch`; returns how many sequences are due a token."""
+    place, num_due = 0, 0
+    for i in range(plan.counters[SCHEDULED]):
+        s = plan.sequence[i]
+        row = sequences.row[s]
+        start = plan.start[i]
+        stop = start + plan.num_new[i]
+        first = sequences.first_key[s] * block_size
+        write_slots(memory.tables.entries, row, start, stop, block_size, slots, place)
+        for t in range(start, stop):
+            token_ids[place + t - start] = all_token_ids[first + t]
+            positions[place + t - start] = t
+        held = blocks_for(stop, block_size)
+        for j in range(block_tables.shape[1]):
+            block_tables[i, j] = memory.tables.entries[row, j] if j < held else NO_BLOCK
+        place += stop - start
+        query_starts[i + 1] = place
+        if stop == sequences.num_tokens[s]:
+            followers = 0
+            if stop == sequences.prompt_tokens[s]:
+                followers = sequences.num_followers[s]
+            for sample in range(s, s + 1 + followers):
+                due[num_due] = sample
+                due_rows[num_due] = place - 1
+                num_due += 1
+    return num_due
+
+
+@compiled_in_place
+def _conclude(
+    memory: Memory,
+    sequences: Sequences,
+    queues: Queues,
+    plan: Plan,
+    limits: Limits,
+    secret: NDArray[np.uint64],
+    roots: NDArray[np.uint64],
+    keyed: NDArray[np.bool_],
+    token_ids: NDArray[np.int64],
+    due: NDArray[np.int64],
+    said: NDArray[np.int64],
+) -> None:
+    """Commit the step, write down what was said, and name the blocks that are full of it now.
+
+    A block is named before its last token is computed, so that its key waits for the content.
+    """
+    scheduler.commit(memory, sequences, queues, plan, limits)
+    block_size = limits.block_size
+    for i in range(len(due)):
+        s = due[i]
+        num_tokens = sequences.num_tokens[s]
+        token_ids[sequences.first_key[s] * block_size + num_tokens - 1] = said[i]
+        if keyed[s] and num_tokens % block_size == 0:
+            block = num_tokens // block_size - 1
+            _name_block(sequences, roots, token_ids, secret, s, block, block_size)
+            sequences.num_keys[s] = block + 1
+
+
+@compiled_in_place
+def _end(
+    memory: Memory,
+    sequences: Sequences,
+    queues: Queues,
+    columns: NDArray[np.int64],
+    block_size: int,
+) -> None:
+    """Sequences `columns` end, from whichever state they are in."""
+    for i in range(len(columns)):
+        s = columns[i]
+        if sequences.state[s] == RUNNING:
+            scheduler.finish(memory, sequences, s, block_size)
+        elif sequences.state[s] == WAITING:
+            _leave_queue(queues, s)
+        sequences.state[s] = FINISHED
+        if queues.counters[BLOCKED] == s:  # its column will be another's
+            queues.counters[BLOCKED] = -1
+    queue.drop_finished(sequences, queues)
+
+
+@compiled_in_place
+def _leave_queue(queues: Queues, s: int) -> None:
+    """Close the gap that `s` leaves in the ring of those who wait."""
+    head, capacity = queues.counters[WAITING_HEAD], len(queues.waiting)
+    kept = 0
+    for i in range(queues.counters[WAITING_SIZE]):
+        waiting = queues.waiting[(head + i) % capacity]
+        if waiting != s:
+            queues.waiting[(head + kept) % capacity] = waiting
+            kept += 1
+    queues.counters[WAITING_SIZE] = kept
