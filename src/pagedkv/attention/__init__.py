@@ -1,0 +1,6 @@
+"""What is in the blocks: keys and values in pages, and attention that reads them there."""
+
+from pagedkv.attention.reference import reference_attend
+from pagedkv.attention.storage import KVStorage, LayerShape
+
+__all__ = ["KVStorage", "LayerShape", "reference_attend"]

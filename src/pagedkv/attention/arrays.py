@@ -1,0 +1,83 @@
+"""Arrays of others, taken as they are: NumPy's, torch's, anything with `__array__`.
+
+Kernels see every array as one flat run of numbers and the strides of its axes, so that a view
+with heads before tokens, or a slice of a fused projection, is read in place. Half precision
+arrives as its bits, uint16, since NumPy has no bfloat16.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from pagedkv.errors import InvalidInput
+
+
+class Flat(NamedTuple):
+    """An array [tokens, heads, dim] as kernels take it."""
+
+    numbers: NDArray[Any]
+    """float32, or the bits of half precision as uint16, one dimension."""
+    token_stride: int
+    """From one token to the next, in numbers."""
+    head_stride: int
+
+
+def native(array: Any, name: str) -> tuple[NDArray[Any], str]:
+    """NumPy's view of `array` and the name of its dtype; bfloat16 comes as uint16.
+
+    Nothing is copied. A torch tensor must be in the CPU's memory.
+    """
+    if isinstance(array, np.ndarray):
+        dtype = array.dtype.name
+        # ml_dtypes registers a bfloat16 with NumPy that Numba does not know.
+        return (array.view(np.uint16) if dtype == "bfloat16" else array), dtype
+    if hasattr(array, "detach") and hasattr(array, "dtype"):
+        dtype = str(array.dtype).rpartition(".")[2]
+        try:
+            tensor = array.detach()
+            if dtype == "bfloat16":
+                # The module that made it is loaded already; importing it is not ours to do.
+                int16 = sys.modules[type(tensor).__module__.partition(".")[0]].int16
+                return tensor.view(int16).numpy().view(np.uint16), dtype
+            return tensor.numpy(), dtype
+        except (TypeError, RuntimeError, KeyError, AttributeError) as problem:
+            raise InvalidInput(
+                f"{name} cannot be read where it lies ({problem}): give a tensor in CPU memory"
+            ) from problem
+    made = np.asarray(array)
+    return made, made.dtype.name
+
+
+def flat(array: NDArray[Any]) -> Flat:
+    """`array` [tokens, heads, dim], whose last axis is contiguous, as kernels take it."""
+    if array.dtype == np.float16:
+        array = array.view(np.uint16)
+    tokens, heads, dim = array.shape
+    if array.flags.c_contiguous:
+        return Flat(array.reshape(-1), heads * dim, dim)
+    token_stride, head_stride, _ = (stride // array.itemsize for stride in array.strides)
+    span = (tokens - 1) * token_stride + (heads - 1) * head_stride + dim
+    return Flat(
+        as_strided(array, (span,), (array.itemsize,), writeable=array.flags.writeable),
+        token_stride,
+        head_stride,
+    )
+
+
+def is_readable_in_place(array: NDArray[Any]) -> bool:
+    """Whether `flat` can describe [tokens, heads, dim] without a copy."""
+    token_stride, head_stride, stride = array.strides
+    return (stride == array.itemsize or array.shape[2] == 1) and token_stride >= 0 <= head_stride
+
+
+def integers(array: Any, dtype: Any, name: str) -> NDArray[Any]:
+    """`array` as a contiguous array of `dtype`, without a copy where it is one."""
+    numbers, _ = native(array, name)
+    if numbers.dtype.kind not in "iu":
+        raise InvalidInput(f"{name} must be integers, not {numbers.dtype.name}")
+    return np.ascontiguousarray(numbers, dtype=dtype)

@@ -1,0 +1,270 @@
+"""Keys and values in the blocks: one page a block, all layers in it.
+
+::
+
+    page of one block   [ layer 0: K | V ][ layer 1: K | V ] ...
+    K of one layer      [ kv head ][ token of the block ][ key_dim ]
+    V of one layer      [ kv head ][ token of the block ][ value_dim ]
+
+So the keys of one head in one block are one contiguous run, and a block is copied, swapped or
+stored as one. Layers may differ in heads and in size; each has its place in the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagedkv.attention import writing
+from pagedkv.attention.arrays import Flat, flat, integers, is_readable_in_place, native
+from pagedkv.attention.reference import reference_attend
+from pagedkv.attention.vectors import BFLOAT16, FLOAT16
+from pagedkv.errors import InvalidInput
+
+DTYPES = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
+"""What a storage may hold, and as what NumPy sees it: bfloat16 as its bits."""
+
+_ALIGNMENT_BYTES = 64
+"""A line of the CPU's cache: a vector that lies across two is read twice."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer keeps of each token."""
+
+    num_kv_heads: int
+    key_dim: int
+    """Numbers in a key; a multiple of 8."""
+    value_dim: int
+    """Numbers in a value; a multiple of 8, and not always `key_dim`."""
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1:
+            raise InvalidInput(f"a layer needs at least 1 KV head, not {self.num_kv_heads}")
+        for name, dim in (("key_dim", self.key_dim), ("value_dim", self.value_dim)):
+            if dim < 8 or dim % 8:
+                raise InvalidInput(f"{name} must be a multiple of 8, not {dim}")
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Numbers of one token, keys and values of all heads."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+class KVStorage:
+    """Keys and values of `num_blocks * block_size` tokens, in pages.
+
+    The memory is taken from the system when it is first written, page by page.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        layers: Sequence[LayerShape],
+        *,
+        dtype: str = "float32",
+    ) -> None:
+        """`dtype` is "float32", "bfloat16" or "float16".
+
+        Raises `InvalidInput`, also where the system will not promise so much memory.
+
+        >>> storage = KVStorage(3, 16, [LayerShape(2, 64, 64)] * 4)
+        >>> storage.bytes_per_token, storage.page_bytes, storage.nbytes
+        (4096, 65536, 196608)
+        """
+        if num_blocks < 1 or block_size < 1:
+            raise InvalidInput(
+                f"{num_blocks} blocks of {block_size} tokens hold nothing: give at least 1 and 1"
+            )
+        if not layers:
+            raise InvalidInput("a storage without layers holds nothing: give at least one shape")
+        if dtype not in DTYPES:
+            raise InvalidInput(f"unknown dtype {dtype!r}: choose from {', '.join(DTYPES)}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.layers = tuple(layers)
+        self.dtype = dtype
+        self._half = {"float32": 0, "bfloat16": BFLOAT16, "float16": FLOAT16}[dtype]
+        sizes = [shape.numbers_per_token * block_size for shape in self.layers]
+        self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self._page_numbers = sum(sizes)
+        self.data = self._reserve(DTYPES[dtype])
+        """[num_blocks, numbers of a page], one contiguous array; bfloat16 as uint16 bits."""
+        bits = self.data.view(np.uint16) if dtype == "float16" else self.data
+        self._numbers = bits.reshape(-1)
+
+    def _reserve(self, dtype: Any) -> NDArray[Any]:
+        nbytes = self.num_blocks * self._page_numbers * np.dtype(dtype).itemsize
+        try:
+            raw = np.empty(nbytes + _ALIGNMENT_BYTES, dtype=np.uint8)
+        except MemoryError:
+            raise InvalidInput(
+                f"the system does not promise {nbytes} bytes for {self.num_blocks} blocks: "
+                "ask for fewer"
+            ) from None
+        start = -raw.ctypes.data % _ALIGNMENT_BYTES
+        return raw[start : start + nbytes].view(dtype).reshape(self.num_blocks, -1)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block."""
+        return self._page_numbers * self.data.itemsize
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in all layers."""
+        return self.page_bytes // self.block_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.num_blocks * self.page_bytes
+
+    def write(self, layer: int, k: Any, v: Any, slots: Any) -> None:
+        """Put the keys and values of new tokens into their slots.
+
+        `k` [tokens, kv_heads, key_dim] and `v` [tokens, kv_heads, value_dim] in the storage's
+        dtype or float32, which is rounded to nearest; `slots` int64 [tokens], where -1 is padding
+        and writes nowhere. NumPy arrays and torch tensors are read where they lie.
+
+        Raises `InvalidInput` before anything is written.
+        """
+        shape = self._shape(layer)
+        keys = self._flat_input(k, "k", (shape.num_kv_heads, shape.key_dim))
+        values = self._flat_input(v, "v", (shape.num_kv_heads, shape.value_dim))
+        slots = integers(slots, np.int64, "slots")
+        if not len(slots) == len(k) == len(v):
+            raise InvalidInput(
+                f"{len(k)} keys, {len(v)} values and {len(slots)} slots: not as many"
+            )
+        bad = writing.first_outside(slots, self.num_blocks * self.block_size)
+        if bad >= 0:
+            raise InvalidInput(
+                f"slots[{bad}] is {slots[bad]}: this storage has slots 0 to "
+                f"{self.num_blocks * self.block_size - 1}, and -1 for padding"
+            )
+        key_start, value_start = self._places(layer)
+        for given, start, dim in (
+            (keys, key_start, shape.key_dim),
+            (values, value_start, shape.value_dim),
+        ):
+            writing.write(
+                self._numbers,
+                start,
+                self._page_numbers,
+                self.block_size,
+                shape.num_kv_heads,
+                dim,
+                given.numbers,
+                given.token_stride,
+                given.head_stride,
+                slots,
+                self._half,
+            )
+
+    def copy_blocks(self, copies: Any) -> None:
+        """Copy whole pages, `copies` int32 [n, 2] as (from, to), one after the other.
+
+        Raises `InvalidInput` before anything is copied.
+        """
+        pairs = integers(copies, np.int64, "copies").reshape(-1, 2)
+        if pairs.size and not 0 <= pairs.min() <= pairs.max() < self.num_blocks:
+            raise InvalidInput(f"copies name blocks outside 0 to {self.num_blocks - 1}")
+        for source, target in pairs.tolist():
+            self.data[target] = self.data[source]
+
+    def read(
+        self, layer: int, block_table: Any, length: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """The keys and values of one sequence's first `length` tokens, as contiguous copies.
+
+        `k` [length, kv_heads, key_dim] and `v` [length, kv_heads, value_dim], float32: to look
+        at, and to test with.
+        """
+        shape = self._shape(layer)
+        table = integers(block_table, np.int64, "block_table")
+        tokens = np.arange(length)
+        blocks = table[tokens // self.block_size]
+        if length and not 0 <= blocks.min() <= blocks.max() < self.num_blocks:
+            raise InvalidInput(f"block_table names blocks outside 0 to {self.num_blocks - 1}")
+        parts = []
+        for start, dim in zip(self._places(layer), (shape.key_dim, shape.value_dim)):
+            stop = start + shape.num_kv_heads * self.block_size * dim
+            pages = self.data[:, start:stop]
+            rows = pages.reshape(self.num_blocks, shape.num_kv_heads, self.block_size, dim)
+            parts.append(_as_float32(rows[blocks, :, tokens % self.block_size], self.dtype))
+        return parts[0], parts[1]
+
+    def attend(
+        self,
+        layer: int,
+        q: Any,
+        block_tables: Any,
+        lengths: Any,
+        query_starts: Any,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        chunk: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Any = None,
+        out: Any = None,
+    ) -> Any:
+        """Attention of new tokens over all tokens of their sequences, read through block tables."""
+        queries, _ = native(q, "q")
+        tables = integers(block_tables, np.int32, "block_tables")
+        ends = integers(lengths, np.int64, "lengths")
+        starts = integers(query_starts, np.int64, "query_starts")
+        shape = self._shape(layer)
+        if out is None:
+            dims = (queries.shape[0], queries.shape[1], shape.value_dim)
+            out = q.new_empty(dims) if hasattr(q, "new_empty") else np.empty(dims, queries.dtype)
+        target, dtype = native(out, "out")
+        if dtype != "float32":
+            raise InvalidInput("only float32 yet")
+        for i in range(len(ends)):
+            new = slice(int(starts[i]), int(starts[i + 1]))
+            k, v = self.read(layer, tables[i], int(ends[i]))
+            target[new] = reference_attend(
+                queries[new],
+                k,
+                v,
+                scale=scale,
+                window=window,
+                chunk=chunk,
+                soft_cap=soft_cap,
+                sinks=None if sinks is None else native(sinks, "sinks")[0],
+            )
+        return out
+
+    def _shape(self, layer: int) -> LayerShape:
+        if not 0 <= layer < len(self.layers):
+            raise InvalidInput(f"there is no layer {layer}: this storage has {len(self.layers)}")
+        return self.layers[layer]
+
+    def _places(self, layer: int) -> tuple[int, int]:
+        """Where a layer's keys and values begin in a page."""
+        shape, start = self.layers[layer], self._starts[layer]
+        return start, start + shape.num_kv_heads * self.block_size * shape.key_dim
+
+    def _flat_input(self, array: Any, name: str, row: tuple[int, int]) -> Flat:
+        numbers, dtype = native(array, name)
+        if dtype not in ("float32", self.dtype):
+            raise InvalidInput(f"{name} is {dtype}: give {self.dtype} or float32")
+        if numbers.ndim != 3 or numbers.shape[1:] != row:
+            wanted = f"[tokens, {row[0]}, {row[1]}]"
+            raise InvalidInput(f"{name} has shape {list(numbers.shape)}, not {wanted}")
+        if not is_readable_in_place(numbers):
+            numbers = np.ascontiguousarray(numbers)
+        return flat(numbers)
+
+
+def _as_float32(numbers: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    if dtype == "bfloat16":
+        return (numbers.astype(np.uint32) << 16).view(np.float32)
+    return numbers.astype(np.float32)

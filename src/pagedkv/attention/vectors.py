@@ -1,0 +1,805 @@
+"""The innermost loops of attention, written as vector code.
+
+A loop over numbers that the compiler must first prove to be a loop over vectors comes out well or
+badly from release to release, and never with K read once for a whole group of query heads. So
+the few loops that read K and V are spelled in LLVM's own vectors: wide loads, multiply-adds into
+registers, one prefetch a line. Everything around them is plain compiled Python.
+
+Each has two forms with one meaning: the one that emits code, below, and NumPy's, which runs where
+nothing is compiled and says in a line or two what is computed.
+
+Arrays are flat, of one dimension; `rows[i]` is where row `i` begins, so rows may lie anywhere and
+block borders are nobody's concern here. What is written in CAPITALS is known when compiling.
+`half` says what uint16 numbers are: `BFLOAT16` or `FLOAT16`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import config
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+BFLOAT16 = 1
+FLOAT16 = 2
+
+_HOST_FEATURES = llvm.get_host_cpu_features()
+
+HOST_LANES = 16 if _HOST_FEATURES.get("avx512f") else 8
+"""Floats in a vector. Where registers are narrower than that, the compiler takes two."""
+
+_SUMS = 24 if HOST_LANES == 16 else 8
+"""Sums kept in registers at once: of 32 with AVX-512, and of 16 elsewhere."""
+
+LINE_BYTES = 64
+
+LANE_VECTORS = 2
+"""Vectors of queries that are worked on at once where many ask."""
+
+LANE_ROWS = 12 if HOST_LANES == 16 else 6
+"""Rows that meet those vectors at once: all their sums stay in registers."""
+
+INT, FLOAT = ir.IntType(64), ir.FloatType()
+
+
+def lanes_for(dim: int) -> int:
+    """Floats in a vector for rows of `dim` numbers, a multiple of 8."""
+    return HOST_LANES if dim % HOST_LANES == 0 else 8
+
+
+def rows_at_once(heads: int, lanes: int) -> int:
+    """Rows that `score_rows` takes at once: with `heads` heads their sums fill one vector."""
+    rows = lanes
+    while rows * heads > lanes and rows > 1:
+        rows //= 2
+    return rows
+
+
+class _Code:
+    """Emits vector code at the builder's place."""
+
+    def __init__(self, context: Any, builder: Any, signature: Any, arguments: Any) -> None:
+        self.context, self.builder = context, builder
+        self.types = signature.args
+        self.arguments = arguments
+
+    def pointer(self, argument: int, *offsets: Any) -> Any:
+        """The address in array number `argument`, the offsets added up."""
+        array = self.context.make_array(self.types[argument])
+        address = array(self.context, self.builder, self.arguments[argument]).data
+        return self.move(address, *offsets)
+
+    def move(self, address: Any, *offsets: Any) -> Any:
+        for offset in offsets:
+            offset = INT(offset) if isinstance(offset, int) else offset
+            address = self.builder.gep(address, [offset])
+        return address
+
+    def load(self, address: Any, lanes: int, half: int = 0) -> Any:
+        """`lanes` floats from `address`; bits of half precision become floats."""
+        b = self.builder
+        number = address.type.pointee
+        vector = ir.VectorType(number, lanes)
+        loaded = b.load(
+            b.bitcast(address, vector.as_pointer()),
+            align=number.width // 8 if isinstance(number, ir.IntType) else 4,
+        )
+        if number == FLOAT:
+            return loaded
+        if half == FLOAT16:
+            halves = b.bitcast(loaded, ir.VectorType(ir.HalfType(), lanes))
+            return b.fpext(halves, ir.VectorType(FLOAT, lanes))
+        wide = ir.VectorType(ir.IntType(32), lanes)
+        return b.bitcast(
+            b.shl(b.zext(loaded, wide), wide([16] * lanes)), ir.VectorType(FLOAT, lanes)
+        )
+
+    def store(self, vector: Any, address: Any) -> None:
+        self.builder.store(vector, self.builder.bitcast(address, vector.type.as_pointer()), align=4)
+
+    def splat(self, number: Any, lanes: int) -> Any:
+        b = self.builder
+        vector = ir.VectorType(number.type, lanes)
+        one = b.insert_element(ir.Constant(vector, ir.Undefined), number, ir.IntType(32)(0))
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
+        return b.shuffle_vector(one, one, zeros)
+
+    def constant(self, number: float, lanes: int) -> Any:
+        return ir.Constant(ir.VectorType(FLOAT, lanes), [float(np.float32(number))] * lanes)
+
+    def shuffle(self, a: Any, b: Any, picks: list[int]) -> Any:
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), len(picks)), picks)
+        return self.builder.shuffle_vector(a, b, mask)
+
+    def call(self, name: str, vector: Any, *arguments: Any) -> Any:
+        """LLVM's intrinsic `name` on values of one type."""
+        function = self.builder.module.declare_intrinsic(
+            name, [vector.type], ir.FunctionType(vector.type, [vector.type] * (1 + len(arguments)))
+        )
+        return self.builder.call(function, [vector, *arguments])
+
+    def loop(
+        self, stop: Any, step: int, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]
+    ) -> list[Any]:
+        """`for i in range(0, stop, step): carried = body(i, carried)`; returns what is carried."""
+        b = self.builder
+        entry = b.block
+        begin, done = b.append_basic_block("loop"), b.append_basic_block("done")
+        b.cbranch(b.icmp_signed(">", stop, INT(0)), begin, done)
+        b.position_at_end(begin)
+        index = b.phi(INT)
+        index.add_incoming(INT(0), entry)
+        phis = [b.phi(value.type) for value in carried]
+        for phi, value in zip(phis, carried):
+            phi.add_incoming(value, entry)
+        results = body(index, phis)
+        following = b.add(index, INT(step), flags=["nsw"])
+        end = b.block
+        for phi, value in zip([index, *phis], [following, *results]):
+            phi.add_incoming(value, end)
+        b.cbranch(b.icmp_signed("<", following, stop), begin, done)
+        b.position_at_end(done)
+        finals = []
+        for value, result in zip(carried, results):
+            final = b.phi(value.type)
+            final.add_incoming(value, entry)
+            final.add_incoming(result, end)
+            finals.append(final)
+        return finals
+
+    def sums_of(self, vectors: list[Any]) -> Any:
+        """One vector whose lane `i` is the sum of the lanes of vector `i`, as many as lanes.
+
+        Folded pairwise, and within 16 bytes first: those shuffles are the cheap ones.
+        """
+        lanes = len(vectors)
+        spans = [1, 2] + [span for span in (8, 4) if span < lanes]
+        # The same folding of names tells which vector must start where.
+        names = [[i] * lanes for i in range(lanes)]
+        for span in spans:
+            names = [
+                [(a + b)[i] for i in _fold(span, lanes)[0]] for a, b in zip(names[::2], names[1::2])
+            ]
+        vectors = [vectors[names[0].index(i)] for i in range(lanes)]
+        for span in spans:
+            low, high = _fold(span, lanes)
+            vectors = [
+                self.builder.fadd(self.shuffle(a, b, low), self.shuffle(a, b, high))
+                for a, b in zip(vectors[::2], vectors[1::2])
+            ]
+        return vectors[0]
+
+    def prefetch(self, address: Any) -> None:
+        """Ask for a line, for reading, to be kept in every level."""
+        b = self.builder
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = b.module.declare_intrinsic(
+            "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        )
+        b.call(function, [b.bitcast(address, byte), word(0), word(3), word(1)])
+
+    def exp2(self, x: Any) -> Any:
+        """2 to the `x`, for `x` up to 127; below -126 it is 0. Within two units of the last place.
+
+        The whole part goes into the exponent's bits, the rest, at most a half, into the series
+        of exp(x ln 2).
+        """
+        b, lanes = self.builder, x.type.count
+        words = ir.VectorType(ir.IntType(32), lanes)
+        is_zero = b.fcmp_ordered("<", x, self.constant(-126, lanes))
+        x = b.select(is_zero, self.constant(0, lanes), x)
+        whole = self.call("llvm.rint", x)
+        rest = b.fsub(x, whole)
+        power = self.constant(_EXP2[-1], lanes)
+        for coefficient in _EXP2[-2::-1]:
+            power = b.fma(power, rest, self.constant(coefficient, lanes))
+        exponent = b.shl(b.add(b.fptosi(whole, words), words([127] * lanes)), words([23] * lanes))
+        power = b.fmul(power, b.bitcast(exponent, x.type))
+        return b.select(is_zero, self.constant(0, lanes), power)
+
+    def tanh(self, x: Any) -> Any:
+        """The odd series near 0, where 1 - 2 / (exp(2x) + 1) would lose its digits."""
+        b, lanes = self.builder, x.type.count
+        square = b.fmul(x, x)
+        series = self.constant(_TANH[-1], lanes)
+        for coefficient in _TANH[-2::-1]:
+            series = b.fma(series, square, self.constant(coefficient, lanes))
+        series = b.fma(b.fmul(series, square), x, x)
+        size = self.call("llvm.fabs", x)
+        bounded = self.call("llvm.minnum", size, self.constant(20, lanes))
+        power = self.exp2(b.fmul(bounded, self.constant(2 / np.log(2), lanes)))
+        one = self.constant(1, lanes)
+        far = b.fsub(one, b.fdiv(self.constant(2, lanes), b.fadd(power, one)))
+        far = self.call("llvm.copysign", far, x)
+        return b.select(b.fcmp_ordered("<", size, self.constant(0.625, lanes)), series, far)
+
+
+_EXP2 = [float(np.log(2) ** n / np.prod(np.arange(1.0, n + 1))) for n in range(8)]
+
+# tanh(x) = x + x³ P(x²) up to 0.625: the polynomial of the Cephes library (tanhf).
+_TANH = [
+    -3.33332819422e-1,
+    1.33314422036e-1,
+    -5.37397155531e-2,
+    2.06390887954e-2,
+    -5.70498872745e-3,
+]
+
+
+def _fold(span: int, lanes: int) -> tuple[list[int], list[int]]:
+    """Of two vectors, groups of `span` lanes taken in turns: first of each pair, and second."""
+    low = []
+    for start in range(0, lanes, 2 * span):
+        low += [*range(start, start + span), *range(lanes + start, lanes + start + span)]
+    return low, [i + span for i in low]
+
+
+if config.DISABLE_JIT:
+
+    def _widen(numbers: NDArray[Any], half: int) -> NDArray[np.float32]:
+        if numbers.dtype == np.float32:
+            return numbers
+        if half == FLOAT16:
+            return numbers.view(np.float16).astype(np.float32)
+        return (numbers.astype(np.uint32) << 16).view(np.float32)
+
+    def _matrix(
+        array: NDArray[Any], rows: NDArray[np.int64], dim: int, half: int
+    ) -> NDArray[np.float32]:
+        return _widen(array[rows[:, None] + np.arange(dim)], half)
+
+    def copy_row(
+        source: NDArray[Any], s: int, target: NDArray[Any], t: int, dim: int, half: int
+    ) -> None:
+        row = source[s : s + dim]
+        if row.dtype != target.dtype and half == FLOAT16:
+            with np.errstate(over="ignore"):
+                row = row.astype(np.float16).view(np.uint16)
+        elif row.dtype != target.dtype:
+            bits = row.view(np.uint32).astype(np.uint64)
+            row = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+            row[np.isnan(source[s : s + dim])] = 0x7FC0
+        target[t : t + dim] = row
+
+    def widen_row(
+        source: NDArray[Any], s: int, target: NDArray[np.float32], t: int, dim: int, half: int
+    ) -> None:
+        target[t : t + dim] = _widen(source[s : s + dim], half)
+
+    def prefetch_row(array: NDArray[Any], place: int, DIM: int) -> None:
+        pass
+
+    def claim(counter: NDArray[np.int64]) -> int:
+        counter[0] += 1
+        return int(counter[0]) - 1
+
+    def score_rows(
+        q: NDArray[np.float32],
+        keys: NDArray[Any],
+        rows: NDArray[np.int64],
+        first: int,
+        scores: NDArray[np.float32],
+        pitch: int,
+        HEADS: int,
+        DIM: int,
+        half: int,
+    ) -> None:
+        num = rows_at_once(HEADS, lanes_for(DIM))
+        k = _matrix(keys, rows[first : first + num], DIM, half)
+        scores.reshape(-1, pitch)[:HEADS, first : first + num] = q.reshape(HEADS, DIM) @ k.T
+
+    def value_rows(
+        weights: NDArray[np.float32],
+        pitch: int,
+        values: NDArray[Any],
+        rows: NDArray[np.int64],
+        count: int,
+        fading: NDArray[np.float32],
+        out: NDArray[np.float32],
+        HEADS: int,
+        DIM: int,
+        half: int,
+    ) -> None:
+        sums = out.reshape(HEADS, DIM)
+        sums *= fading[:HEADS, None]
+        v = _matrix(values, rows[:count], DIM, half)
+        sums += weights.reshape(-1, pitch)[:HEADS, :count] @ v
+
+    def cap(scores: NDArray[np.float32], first: int, count: int, factor: float) -> None:
+        scores[first : first + count] = factor * np.tanh(scores[first : first + count])
+
+    def highest(scores: NDArray[np.float32], first: int, count: int) -> float:
+        return np.float32(scores[first : first + count].max())
+
+    def soften(scores: NDArray[np.float32], first: int, count: int, shift: float) -> float:
+        part = scores[first : first + count]
+        part[:] = np.exp2(part - np.float32(shift))
+        return np.float32(part.sum())
+
+    def score_lanes(
+        keys: NDArray[np.float32],
+        rows: NDArray[np.int64],
+        first: int,
+        q: NDArray[np.float32],
+        at: int,
+        scores: NDArray[np.float32],
+        DIM: int,
+    ) -> None:
+        width = HOST_LANES * LANE_VECTORS
+        k = _matrix(keys, rows[first : first + LANE_ROWS], DIM, 0)
+        panel = q[at : at + DIM * width].reshape(DIM, width)
+        scores.reshape(-1, width)[first : first + LANE_ROWS] = k @ panel
+
+    def value_lanes(
+        weights: NDArray[np.float32],
+        values: NDArray[np.float32],
+        rows: NDArray[np.int64],
+        count: int,
+        fading: NDArray[np.float32],
+        out: NDArray[np.float32],
+        at: int,
+        DIM: int,
+    ) -> None:
+        width = HOST_LANES * LANE_VECTORS
+        sums = out[at : at + DIM * width].reshape(DIM, width)
+        sums *= fading[:width]
+        v = _matrix(values, rows[:count], DIM, 0)
+        sums += v.T @ weights.reshape(-1, width)[:count]
+
+    def soften_lanes(
+        scores: NDArray[np.float32],
+        count: int,
+        tops: NDArray[np.float32],
+        sums: NDArray[np.float32],
+        at: int,
+        fading: NDArray[np.float32],
+    ) -> None:
+        width = HOST_LANES * LANE_VECTORS
+        part = scores[: count * width].reshape(count, width)
+        old = tops[at : at + width].copy()
+        tops[at : at + width] = np.maximum(old, part.max(axis=0))
+        fading[:width] = np.exp2(old - tops[at : at + width])
+        part[:] = np.exp2(part - tops[at : at + width])
+        sums[at : at + width] = sums[at : at + width] * fading[:width] + part.sum(axis=0)
+
+else:
+
+    def _constant(literal: Any) -> int:
+        return int(literal.literal_value)
+
+    @intrinsic
+    def claim(typing_context: Any, counter: Any) -> Any:
+        """The next number of `counter[0]`, each once, whichever thread asks."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            code = _Code(context, builder, signature, arguments)
+            return builder.atomic_rmw("add", code.pointer(0), INT(1), "monotonic")
+
+        return types.int64(counter), generate
+
+    @intrinsic
+    def copy_row(
+        typing_context: Any, source: Any, s: Any, target: Any, t: Any, dim: Any, half: Any
+    ) -> Any:
+        """`target[t:t+dim] = source[s:s+dim]`, rounded to nearest even where it is narrower.
+
+        `dim` is a multiple of 8.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            code = _Code(context, builder, signature, arguments)
+            _, s, _, t, dim, half = arguments
+            narrows = signature.args[0].dtype == types.float32 != signature.args[2].dtype
+            words = ir.VectorType(ir.IntType(32), 8)
+            shorts = ir.VectorType(ir.IntType(16), 8)
+
+            def copy(i: Any, carried: list[Any]) -> list[Any]:
+                b = builder
+                source = code.pointer(0, s, i)
+                vector = ir.VectorType(source.type.pointee, 8)
+                row = b.load(b.bitcast(source, vector.as_pointer()), align=2)
+                if narrows:
+                    halves = b.fptrunc(row, ir.VectorType(ir.HalfType(), 8))
+                    bits = b.bitcast(row, words)
+                    odd = b.and_(b.lshr(bits, words([16] * 8)), words([1] * 8))
+                    rounded = b.add(bits, b.add(odd, words([0x7FFF] * 8)))
+                    brain = b.trunc(b.lshr(rounded, words([16] * 8)), shorts)
+                    # Rounding the bits of a NaN could make another number of it.
+                    brain = b.select(b.fcmp_unordered("uno", row, row), shorts([0x7FC0] * 8), brain)
+                    is_half = b.icmp_signed("==", half, INT(FLOAT16))
+                    row = b.select(code.splat(is_half, 8), b.bitcast(halves, shorts), brain)
+                place = code.pointer(2, t, i)
+                b.store(row, b.bitcast(place, row.type.as_pointer()), align=2)
+                return []
+
+            code.loop(dim, 8, [], copy)
+            return context.get_dummy_value()
+
+        return types.void(source, types.int64, target, types.int64, types.int64, types.int64), (
+            generate
+        )
+
+    @intrinsic(prefer_literal=True)
+    def widen_row(
+        typing_context: Any, source: Any, s: Any, target: Any, t: Any, DIM: Any, half: Any
+    ) -> Any:
+        """`target[t:t+DIM] = source[s:s+DIM]`, which becomes float32."""
+        dim, kind = _constant(DIM), _constant(half)
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            code = _Code(context, builder, signature, arguments)
+            lanes = lanes_for(dim)
+            for d in range(0, dim, lanes):
+                row = code.load(code.pointer(0, arguments[1], d), lanes, kind)
+                code.store(row, code.pointer(2, arguments[3], d))
+            return context.get_dummy_value()
+
+        return types.void(source, types.int64, target, types.int64, DIM, half), generate
+
+    @intrinsic(prefer_literal=True)
+    def prefetch_row(typing_context: Any, array: Any, place: Any, DIM: Any) -> Any:
+        """Ask for `array[place:place+DIM]` to be in the cache soon."""
+        nbytes = _constant(DIM) * array.dtype.bitwidth // 8
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            code = _Code(context, builder, signature, arguments)
+            step = LINE_BYTES * 8 // array.dtype.bitwidth
+            for line in range(-(-nbytes // LINE_BYTES)):
+                code.prefetch(code.pointer(0, arguments[1], line * step))
+            return context.get_dummy_value()
+
+        return types.void(array, types.int64, DIM), generate
+
+    @intrinsic(prefer_literal=True)
+    def score_rows(
+        typing_context: Any,
+        q: Any,
+        keys: Any,
+        rows: Any,
+        first: Any,
+        scores: Any,
+        pitch: Any,
+        HEADS: Any,
+        DIM: Any,
+        half: Any,
+    ) -> Any:
+        """`scores[head*pitch + i]` = query of `head` times row `i`, for some rows from `first` on.
+
+        As many rows as `rows_at_once` says.
+        """
+        heads, dim, kind = _constant(HEADS), _constant(DIM), _constant(half)
+        lanes = lanes_for(dim)
+        num_rows = rows_at_once(heads, lanes)
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            code = _Code(context, builder, signature, arguments)
+            first, pitch = arguments[3], arguments[5]
+            keys = [
+                code.pointer(1, builder.load(code.pointer(2, first, i))) for i in range(num_rows)
+            ]
+            queries = code.pointer(0)
+
+            def add(d: Any, sums: list[Any]) -> list[Any]:
+                k = [code.load(code.move(key, d), lanes, kind) for key in keys]
+                new = []
+                for head in range(heads):
+                    query = code.load(code.move(queries, d, head * dim), lanes)
+                    new += [
+                        builder.fma(query, k[i], sums[head * num_rows + i]) for i in range(num_rows)
+                    ]
+                return new
+
+            sums = [code.constant(0, lanes)] * (heads * num_rows)
+            if dim * len(sums) <= 256 * lanes:
+                for d in range(0, dim, lanes):
+                    sums = add(INT(d), sums)
+            else:
+                sums = code.loop(INT(dim), lanes, sums, add)
+            sums += [code.constant(0, lanes)] * (-len(sums) % lanes)
+            for start in range(0, len(sums), lanes):
+                totals = code.sums_of(sums[start : start + lanes])
+                for i in range(0, lanes, num_rows):
+                    head = (start + i) // num_rows
+                    if head < heads:
+                        some = code.shuffle(totals, totals, list(range(i, i + num_rows)))
+                        place = builder.mul(pitch, INT(head))
+                        code.store(some, code.pointer(4, place, first))
+            return context.get_dummy_value()
+
+        return (
+            types.void(q, keys, rows, types.int64, scores, types.int64, HEADS, DIM, half),
+            generate,
+        )
+
+    @intrinsic(prefer_literal=True)
+    def value_rows(
+        typing_context: Any,
+        weights: Any,
+        pitch: Any,
+        values: Any,
+        rows: Any,
+        count: Any,
+        fading: Any,
+        out: Any,
+        HEADS: Any,
+        DIM: Any,
+        half: Any,
+    ) -> Any:
+        """`out[head]` = `out[head] * fading[head]` + sum of `weights[head*pitch + i]` times row `i`.
+
+        Over the first `count` rows.
+        """
+        heads, dim, kind = _constant(HEADS), _constant(DIM), _constant(half)
+        lanes = lanes_for(dim)
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            code = _Code(context, builder, signature, arguments)
+            pitch, count = arguments[1], arguments[4]
+            columns = max(1, _SUMS // heads)
+            weight_of = [code.pointer(0, builder.mul(pitch, INT(h))) for h in range(heads)]
+            for start in range(0, dim, columns * lanes):
+                places = range(start, min(dim, start + columns * lanes), lanes)
+                sums = []
+                for head in range(heads):
+                    faded = code.splat(builder.load(code.pointer(5, head)), lanes)
+                    for d in places:
+                        old = code.load(code.pointer(6, head * dim + d), lanes)
+                        sums.append(builder.fmul(old, faded))
+
+                def add(i: Any, sums: list[Any], places: range = places) -> list[Any]:
+                    row = builder.load(code.pointer(3, i))
+                    vectors = [code.load(code.pointer(2, row, d), lanes, kind) for d in places]
+                    new = []
+                    for head in range(heads):
+                        weight = builder.load(code.move(weight_of[head], i))
+                        weight = code.splat(weight, lanes)
+                        for j, vector in enumerate(vectors):
+                            new.append(builder.fma(weight, vector, sums[head * len(places) + j]))
+                    return new
+
+                sums = code.loop(count, 1, sums, add)
+                for j, total in enumerate(sums):
+                    head, column = divmod(j, len(places))
+                    code.store(total, code.pointer(6, head * dim + places[column]))
+            return context.get_dummy_value()
+
+        return (
+            types.void(
+                weights, types.int64, values, rows, types.int64, fading, out, HEADS, DIM, half
+            ),
+            generate,
+        )
+
+    @intrinsic
+    def cap(typing_context: Any, scores: Any, first: Any, count: Any, factor: Any) -> Any:
+        """`factor * tanh(score)`, in place, for a multiple of 8 scores."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            code = _Code(context, builder, signature, arguments)
+            factor = code.splat(arguments[3], 8)
+
+            def change(i: Any, carried: list[Any]) -> list[Any]:
+                place = code.pointer(0, arguments[1], i)
+                code.store(builder.fmul(code.tanh(code.load(place, 8)), factor), place)
+                return []
+
+            code.loop(arguments[2], 8, [], change)
+            return context.get_dummy_value()
+
+        return types.void(scores, types.int64, types.int64, types.float32), generate
+
+    @intrinsic
+    def highest(typing_context: Any, scores: Any, first: Any, count: Any) -> Any:
+        """The highest of a multiple of `HOST_LANES` scores."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            code = _Code(context, builder, signature, arguments)
+            lanes = HOST_LANES
+
+            def compare(i: Any, top: list[Any]) -> list[Any]:
+                vector = code.load(code.pointer(0, arguments[1], i), lanes)
+                return [code.call("llvm.maxnum", vector, top[0])]
+
+            [top] = code.loop(arguments[2], lanes, [code.constant(-np.inf, lanes)], compare)
+            width = lanes
+            while width > 1:
+                width //= 2
+                low = code.shuffle(top, top, list(range(width)))
+                top = code.call(
+                    "llvm.maxnum", low, code.shuffle(top, top, list(range(width, 2 * width)))
+                )
+            return builder.extract_element(top, ir.IntType(32)(0))
+
+        return types.float32(scores, types.int64, types.int64), generate
+
+    @intrinsic
+    def soften(typing_context: Any, scores: Any, first: Any, count: Any, shift: Any) -> Any:
+        """`2 ** (score - shift)`, in place, for a multiple of `HOST_LANES`; returns their sum."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            code = _Code(context, builder, signature, arguments)
+            lanes = HOST_LANES
+            shift = code.splat(arguments[3], lanes)
+
+            def change(i: Any, total: list[Any]) -> list[Any]:
+                place = code.pointer(0, arguments[1], i)
+                power = code.exp2(builder.fsub(code.load(place, lanes), shift))
+                code.store(power, place)
+                return [builder.fadd(total[0], power)]
+
+            [total] = code.loop(arguments[2], lanes, [code.constant(0, lanes)], change)
+            width = lanes
+            while width > 1:
+                width //= 2
+                low = code.shuffle(total, total, list(range(width)))
+                total = builder.fadd(low, code.shuffle(total, total, list(range(width, 2 * width))))
+            return builder.extract_element(total, ir.IntType(32)(0))
+
+        return types.float32(scores, types.int64, types.int64, types.float32), generate
+
+    @intrinsic(prefer_literal=True)
+    def score_lanes(
+        typing_context: Any,
+        keys: Any,
+        rows: Any,
+        first: Any,
+        q: Any,
+        at: Any,
+        scores: Any,
+        DIM: Any,
+    ) -> Any:
+        """`scores[i][lane]` = row `i` times the query in `lane`, for `LANE_ROWS` rows from `first`.
+
+        The panel of queries begins at `at` and lies [DIM, lanes].
+        """
+        dim = _constant(DIM)
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            code = _Code(context, builder, signature, arguments)
+            first, at = arguments[2], arguments[4]
+            lanes, width = HOST_LANES, HOST_LANES * LANE_VECTORS
+            keys = [
+                code.pointer(0, builder.load(code.pointer(1, first, i))) for i in range(LANE_ROWS)
+            ]
+            panel = code.pointer(3, at)
+
+            def add(d: Any, sums: list[Any]) -> list[Any]:
+                queries = code.move(panel, builder.mul(d, INT(width)))
+                vectors = [
+                    code.load(code.move(queries, j * lanes), lanes) for j in range(LANE_VECTORS)
+                ]
+                new = []
+                for i in range(LANE_ROWS):
+                    number = code.splat(builder.load(code.move(keys[i], d)), lanes)
+                    for j in range(LANE_VECTORS):
+                        new.append(builder.fma(number, vectors[j], sums[i * LANE_VECTORS + j]))
+                return new
+
+            sums = code.loop(
+                INT(dim), 1, [code.constant(0, lanes)] * (LANE_ROWS * LANE_VECTORS), add
+            )
+            place = code.pointer(5, builder.mul(first, INT(width)))
+            for i, total in enumerate(sums):
+                code.store(total, code.move(place, i * lanes))
+            return context.get_dummy_value()
+
+        return (
+            types.void(keys, rows, types.int64, q, types.int64, scores, DIM),
+            generate,
+        )
+
+    @intrinsic(prefer_literal=True)
+    def value_lanes(
+        typing_context: Any,
+        weights: Any,
+        values: Any,
+        rows: Any,
+        count: Any,
+        fading: Any,
+        out: Any,
+        at: Any,
+        DIM: Any,
+    ) -> Any:
+        """`out[d][lane]` = `out * fading[lane]` + sum of `weights[i][lane]` times row `i` at `d`.
+
+        Over the first `count` rows; the panel of sums begins at `at` and lies [DIM, lanes].
+        """
+        dim = _constant(DIM)
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            code = _Code(context, builder, signature, arguments)
+            count, at = arguments[3], arguments[6]
+            lanes, width = HOST_LANES, HOST_LANES * LANE_VECTORS
+            # 8 divides every dim, and LANE_ROWS rows of sums are what the registers hold.
+            step = max(n for n in range(1, LANE_ROWS + 1) if dim % n == 0)
+            fading = [code.load(code.pointer(4, j * lanes), lanes) for j in range(LANE_VECTORS)]
+
+            def block(start: Any, carried: list[Any]) -> list[Any]:
+                place = code.pointer(5, at, builder.mul(start, INT(width)))
+                sums = [
+                    builder.fmul(
+                        code.load(code.move(place, i * width + j * lanes), lanes), fading[j]
+                    )
+                    for i in range(step)
+                    for j in range(LANE_VECTORS)
+                ]
+
+                def add(i: Any, sums: list[Any]) -> list[Any]:
+                    weight = code.pointer(0, builder.mul(i, INT(width)))
+                    vectors = [
+                        code.load(code.move(weight, j * lanes), lanes) for j in range(LANE_VECTORS)
+                    ]
+                    row = code.pointer(1, builder.load(code.pointer(2, i)), start)
+                    new = []
+                    for d in range(step):
+                        number = code.splat(builder.load(code.move(row, d)), lanes)
+                        for j in range(LANE_VECTORS):
+                            new.append(builder.fma(number, vectors[j], sums[d * LANE_VECTORS + j]))
+                    return new
+
+                for i, total in enumerate(code.loop(count, 1, sums, add)):
+                    code.store(total, code.move(place, i * lanes))
+                return []
+
+            code.loop(INT(dim), step, [], block)
+            return context.get_dummy_value()
+
+        return (
+            types.void(weights, values, rows, types.int64, fading, out, types.int64, DIM),
+            generate,
+        )
+
+    @intrinsic
+    def soften_lanes(
+        typing_context: Any, scores: Any, count: Any, tops: Any, sums: Any, at: Any, fading: Any
+    ) -> Any:
+        """One step of the running softmax of each lane, over `count` rows of scores.
+
+        `tops` and `sums`, from `at` on, are the highest score and the sum of weights so far;
+        scores become weights, `fading` what the weights before must be multiplied with.
+        """
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            code = _Code(context, builder, signature, arguments)
+            count, at = arguments[1], arguments[4]
+            lanes, width = HOST_LANES, HOST_LANES * LANE_VECTORS
+            places = [[code.pointer(n, at, j * lanes) for j in range(LANE_VECTORS)] for n in (2, 3)]
+            fading = [code.pointer(5, j * lanes) for j in range(LANE_VECTORS)]
+            old = [code.load(place, lanes) for place in places[0]]
+
+            def row(i: Any) -> list[Any]:
+                place = code.pointer(0, builder.mul(i, INT(width)))
+                return [code.move(place, j * lanes) for j in range(LANE_VECTORS)]
+
+            def compare(i: Any, tops: list[Any]) -> list[Any]:
+                return [
+                    code.call("llvm.maxnum", code.load(place, lanes), top)
+                    for place, top in zip(row(i), tops)
+                ]
+
+            tops = code.loop(count, 1, old, compare)
+
+            def change(i: Any, totals: list[Any]) -> list[Any]:
+                new = []
+                for place, top, total in zip(row(i), tops, totals):
+                    power = code.exp2(builder.fsub(code.load(place, lanes), top))
+                    code.store(power, place)
+                    new.append(builder.fadd(total, power))
+                return new
+
+            totals = code.loop(count, 1, [code.constant(0, lanes)] * LANE_VECTORS, change)
+            for j in range(LANE_VECTORS):
+                faded = code.exp2(builder.fsub(old[j], tops[j]))
+                code.store(faded, fading[j])
+                code.store(tops[j], places[0][j])
+                before = code.load(places[1][j], lanes)
+                code.store(builder.fma(before, faded, totals[j]), places[1][j])
+            return context.get_dummy_value()
+
+        return types.void(scores, types.int64, tops, sums, types.int64, fading), generate
