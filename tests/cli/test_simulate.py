@@ -404,7 +404,7 @@ def test_without_options_everything_is_the_default_that_help_names(
     settings = found["settings"]
     assert found["trace"]["name"] == "chat"
     assert found["trace"]["num_requests"] == 2000
-    assert settings["rate"] == 4.0
+    assert settings["rate"] == 6.0
     assert settings["arrivals"] == "poisson"
     assert [scheme["scheme"] for scheme in found["schemes"]] == list(SCHEMES)
     assert settings["memory"] == "90% of A100-40GB less 15.0 GiB of weights of llama-3-8b"
@@ -572,7 +572,7 @@ def test_the_command_of_a_result_gives_the_same_bytes_again(
     for arguments in (
         ["my trace", "--num-blocks", "200", "--json", "a b.json", "--no-report"],
         [*SMALL, "--seed", "7", "--json", "a b.json", "--scheme", "paged"],
-        ["--requests", "30", "--duration", "5s", "--json", "a b.json", "--report", "r.html"],
+        ["--requests", "30", "--duration", "15s", "--json", "a b.json", "--report", "r.html"],
     ):
         assert simulate(*arguments).status == 0
         first = {name: Path(name).read_bytes() for name in files()}

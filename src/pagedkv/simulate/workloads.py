@@ -348,7 +348,7 @@ WORKLOADS: dict[str, Workload] = {
             "turns and lengths of messages: ShareGPT as described by Zhao et al., WildChat, ICLR "
             "2024 (3.51 turns; 94.46 tokens a message; 348.45 +/- 269.93 an answer); system "
             "prompt, pauses and longest context are assumptions",
-            4.0,
+            6.0,
             None,
             348.45,
             None,
