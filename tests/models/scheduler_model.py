@@ -76,13 +76,8 @@ class SchedulerModel:
                     break
                 self.compute(s, num_new)
 
-        if self.running and not self.planned:
-            oldest = self.running[0]
-            num_new = min(oldest.uncomputed, self.budget)
-            while self.blocks_wanted(oldest, num_new) > self.num_free():
-                self.preempt_youngest()
-            self.compute(oldest, num_new)
-
+        assert self.planned or not self.running, "somebody runs, but nothing moves"
+        assert sum(s.computed > 0 and s.uncomputed > 1 for s in self.running) <= 1
         while self.waiting and not self.preempted and self.left > 0:
             if not self.admit(self.waiting[0]):
                 break

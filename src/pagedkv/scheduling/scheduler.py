@@ -4,8 +4,8 @@ First come, first served. In each step:
 
 1. every running sequence that needs one token gets it; when blocks run out, the youngest running
    sequence gives way: its blocks are released, and it waits at the front to be recomputed;
-2. running sequences in the middle of their prompt share what is left of the token budget, oldest
-   first;
+2. a running sequence in the middle of its prompt gets what is left of the token budget, if there
+   are blocks; there is one at most, since nobody is admitted before its prompt is done;
 3. waiting sequences are admitted in order, as long as there are seats, budget and blocks. One is
    admitted only if its whole prompt fits beside what running prompts still need, though it takes
    only the blocks that this step writes to: two prompts that fit only one after the other run one
@@ -111,13 +111,11 @@ def schedule(
         num_new = min(num_uncomputed, budget)
         needed = allocation.blocks_to_grow(memory, sequences.row[s], num_new, limits.block_size)
         if num_new == 0 or needed > memory.pool.counters[FREE]:
-            break  # it waits for decodes to finish; if none runs, it goes on below
+            break  # it waits for decodes to finish; alone, it has all of the memory
         _compute(memory, sequences, plan, s, num_new, limits)
         budget -= num_new
 
-    if plan.counters[SCHEDULED] == 0 and queues.counters[RUNNING_SIZE] > 0:
-        _prefill_oldest(memory, sequences, queues, plan, limits)
-    elif plan.counters[PREEMPTED] == 0:
+    if plan.counters[PREEMPTED] == 0:
         _admit(memory, sequences, queues, plan, budget, limits)
 
 
@@ -186,22 +184,6 @@ def _make_room(
         if _preempt_youngest(memory, sequences, queues, plan, limits.block_size) == s:
             return False
     return True
-
-
-@compiled_in_place
-def _prefill_oldest(
-    memory: Memory, sequences: Sequences, queues: Queues, plan: Plan, limits: Limits
-) -> None:
-    """No decode runs and the oldest prompt found no room: the younger ones give way to it."""
-    s = queues.running[0]
-    num_new = min(_num_uncomputed(memory, sequences, s), limits.max_num_batched_tokens)
-    while (
-        allocation.blocks_to_grow(memory, sequences.row[s], num_new, limits.block_size)
-        > memory.pool.counters[FREE]
-    ):
-        if _preempt_youngest(memory, sequences, queues, plan, limits.block_size) == s:
-            return
-    _compute(memory, sequences, plan, s, num_new, limits)
 
 
 @compiled_in_place

@@ -106,11 +106,11 @@ def _count_slots(
 ) -> int:
     """Count the slots of each kind; returns the block-table entries in use.
 
-    Only a last block has slots without a token. One that several sequences share is spread
-    over them, so that it counts once.
+    Only a last block has slots without a token. It has one user: a sequence that forks writes in
+    the next step, as those that forked from it do, and each but one copies the block for that.
     """
     pool, tables = memory.pool, memory.tables
-    entries, reserved, never_used = 0, 0.0, 0.0
+    entries, reserved, never_used = 0, 0, 0
     for i in range(queues.counters[RUNNING_SIZE]):
         s = queues.running[i]
         row = sequences.row[s]
@@ -120,9 +120,8 @@ def _count_slots(
         empty = num_blocks * block_size - held
         if empty > 0:
             to_come = min(empty, sequences.total_tokens[s] - 1 - held)
-            users = pool.ref_count[tables.entries[row, num_blocks - 1]]
-            reserved += to_come / users
-            never_used += (empty - to_come) / users
+            reserved += to_come
+            never_used += empty - to_come
     free, cached = pool.counters[FREE], pool.counters[CACHED]
     slots[TOKEN_STATES] = (len(pool.ref_count) - free) * block_size - reserved - never_used
     slots[RESERVED] = reserved
