@@ -117,7 +117,7 @@ def leave_a_hole_in_the_index(kv: KVCacheManager) -> None:
     index = kv._memory.pool.key_index
     place = int(np.flatnonzero(index)[0])
     entry, index[place] = index[place], 0
-    home = int(entry >> 31) % len(index)
+    home = int(kv._memory.pool.key[entry - 1, 0]) % len(index)
     far = next(p for p in range(home + 2, home + len(index)) if not index[p % len(index)])
     index[far % len(index)] = entry
 

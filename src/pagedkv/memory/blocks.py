@@ -24,7 +24,7 @@ class BlockPool(NamedTuple):
     previous_free: NDArray[np.int32]  # [num_blocks + 1]
     key: NDArray[np.uint64]  # [num_blocks, 2]
     key_state: NDArray[np.int8]  # [num_blocks]
-    key_index: NDArray[np.int64]  # [capacity], see prefix_cache
+    key_index: NDArray[np.int32]  # [capacity], see prefix_cache
     counters: NDArray[np.int64]  # [6]
 
 
@@ -37,7 +37,7 @@ def make_pool(num_blocks: int) -> BlockPool:
         previous_free=np.arange(-1, num_blocks, dtype=np.int32),
         key=np.zeros((num_blocks, 2), dtype=np.uint64),
         key_state=np.zeros(num_blocks, dtype=np.int8),
-        key_index=np.zeros(_index_capacity(num_blocks), dtype=np.int64),
+        key_index=np.zeros(_index_capacity(num_blocks), dtype=np.int32),
         counters=np.zeros(6, dtype=np.int64),
     )
     pool.next_free[ends] = 0

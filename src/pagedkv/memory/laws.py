@@ -44,8 +44,7 @@ def broken_laws(memory: Memory, block_size: int) -> list[str]:
     _each(broken, np.flatnonzero(~listed & (users == 0)), "law 1: in no place: block")
     _each(broken, np.flatnonzero(users != pool.ref_count), "law 2: wrong count: block")
 
-    indexed = pool.key_index[pool.key_index != 0] & 0x7FFFFFFF
-    indexed = np.sort(indexed - 1)
+    indexed = np.sort(pool.key_index[pool.key_index != 0] - 1)
     published = np.flatnonzero(pool.key_state == PUBLISHED)
     if not np.array_equal(indexed, published):
         broken.append("law 3: the blocks in the index are not the published ones")

@@ -1,10 +1,9 @@
 """The index from a block's key to the block: open addressing over one array.
 
-An entry is 0 where empty, else `tag << 31 | block + 1`, the tag being the low 32 bits of the
-key. The tag settles almost every comparison without touching the key itself, and it tells an
-entry's home when a removal moves later entries back, so there are no tombstones and look-ups do
-not slow down with age. At most one entry in eight is ever used: probes end at the first place,
-which the processor can foresee, and that is worth more than a small index.
+An entry is `block + 1`, or 0 where empty; a key's home is its low bits, which are as random as a
+keyed hash is. A removal moves later entries back, so there are no tombstones and look-ups do not
+slow down with age. At most one entry in eight is ever used: probes end at the first place, which
+the processor can foresee, and that is worth more than a small index.
 
 Functions take the whole pool: an array passed on its own costs Numba two atomic counts a call,
 which is more than the look-up itself.
@@ -19,8 +18,10 @@ import numpy as np
 from pagedkv.compiling import compiled_inline, prefetch
 from pagedkv.memory.blocks import BlockPool
 
-_TAG_BITS = np.uint64(0xFFFFFFFF)
-_BLOCK_BITS = 0x7FFFFFFF
+
+@compiled_inline
+def _home(pool: BlockPool, key0: np.uint64) -> int:
+    return np.int64(key0 & np.uint64(len(pool.key_index) - 1))  # type: ignore[return-value]
 
 
 @compiled_inline
@@ -30,23 +31,19 @@ def expect(pool: BlockPool, key0: np.uint64) -> None:
     Places are random, so an index larger than the cache costs a miss each time, unless the next
     ones are on their way while this one is worked on.
     """
-    prefetch(pool.key_index, int(key0 & _TAG_BITS) & (len(pool.key_index) - 1))
+    prefetch(pool.key_index, _home(pool, key0))
 
 
 @compiled_inline
 def find(pool: BlockPool, key0: np.uint64, key1: np.uint64) -> int:
     """The block that the index has for (key0, key1), or -1."""
     mask = len(pool.key_index) - 1
-    tag = int(key0 & _TAG_BITS)
-    place = tag & mask
-    entry = pool.key_index[place]
-    while entry != 0:
-        if entry >> 31 == tag:
-            block = int((entry & _BLOCK_BITS) - 1)
-            if pool.key[block, 0] == key0 and pool.key[block, 1] == key1:
-                return block
+    place = _home(pool, key0)
+    while pool.key_index[place] != 0:
+        block = np.int64(pool.key_index[place]) - 1
+        if pool.key[block, 0] == key0 and pool.key[block, 1] == key1:
+            return block  # type: ignore[return-value]
         place = (place + 1) & mask
-        entry = pool.key_index[place]
     return -1
 
 
@@ -55,17 +52,13 @@ def insert(pool: BlockPool, block: int) -> int:
     """Add `block` under its key and return -1, or return the block that has the key already."""
     mask = len(pool.key_index) - 1
     key0, key1 = pool.key[block, 0], pool.key[block, 1]
-    tag = int(key0 & _TAG_BITS)
-    place = tag & mask
-    entry = pool.key_index[place]
-    while entry != 0:
-        if entry >> 31 == tag:
-            other = int((entry & _BLOCK_BITS) - 1)
-            if pool.key[other, 0] == key0 and pool.key[other, 1] == key1:
-                return other
+    place = _home(pool, key0)
+    while pool.key_index[place] != 0:
+        other = np.int64(pool.key_index[place]) - 1
+        if pool.key[other, 0] == key0 and pool.key[other, 1] == key1:
+            return other  # type: ignore[return-value]
         place = (place + 1) & mask
-        entry = pool.key_index[place]
-    pool.key_index[place] = tag << 31 | (block + 1)
+    pool.key_index[place] = block + 1
     return -1
 
 
@@ -73,19 +66,15 @@ def insert(pool: BlockPool, block: int) -> int:
 def remove(pool: BlockPool, block: int) -> None:
     """Remove the entry of `block`, which must be in the index."""
     mask = len(pool.key_index) - 1
-    tag = int(pool.key[block, 0] & _TAG_BITS)
-    wanted = tag << 31 | (block + 1)
-    hole = tag & mask
-    while pool.key_index[hole] != wanted:
+    hole = _home(pool, pool.key[block, 0])
+    while pool.key_index[hole] != block + 1:
         hole = (hole + 1) & mask
     place = (hole + 1) & mask
-    entry = pool.key_index[place]
-    while entry != 0:
-        home = (entry >> 31) & mask
+    while pool.key_index[place] != 0:
+        home = _home(pool, pool.key[np.int64(pool.key_index[place]) - 1, 0])
         # Move an entry back when the hole lies between its home and its place.
         if ((place - home) & mask) >= ((place - hole) & mask):
-            pool.key_index[hole] = entry
+            pool.key_index[hole] = pool.key_index[place]
             hole = place
         place = (place + 1) & mask
-        entry = pool.key_index[place]
     pool.key_index[hole] = 0
