@@ -75,6 +75,13 @@ def compiled_inline(function: F) -> F:
     return cast(F, _InPlace(function, _nrt=False, forceinline=True))
 
 
+def compiled_parallel(function: F) -> F:
+    """`compiled` for functions with `numba.prange` loops, whose turns then run on all threads."""
+    if config.DISABLE_JIT:
+        return function
+    return cast(F, _dispatcher(function, _Cache, parallel=True))
+
+
 class _InPlace:
     """A function with two compiled forms: for compiled callers, and for Python ones.
 
@@ -154,6 +161,21 @@ def on_first_compilation(announce: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         event.unregister("numba:compile", listener)
+
+
+def closed_over(function: Callable[..., Any]) -> tuple[Any, ...]:
+    """Names and values that a function takes from the one it was made in, all the way down."""
+    described = []
+    for cell in function.__closure__ or ():
+        value = cell.cell_contents
+        inner = getattr(value, "py_func", None)
+        if inner is not None:
+            value = (inner.__qualname__, source_digest(inner.__code__.co_filename))
+            value += closed_over(inner)
+        elif not isinstance(value, (bool, int, float, str)):
+            raise TypeError(f"{function.__qualname__} closes over {value!r}: only constants may be")
+        described.append(value)
+    return tuple(described)
 
 
 @functools.cache
@@ -260,6 +282,15 @@ class _CacheImplForCompiled(CompileResultCacheImpl):  # type: ignore[misc]
 
 class _Cache(FunctionCache):  # type: ignore[misc]
     _impl_class: type[CompileResultCacheImpl] = _CacheImpl
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        """What tells one compiled form of a function from another.
+
+        The folder and the file name tell the source. What is left is what the function closes
+        over: constants by value, and compiled functions by their own source and constants, since
+        Numba's own description of those is another in each process.
+        """
+        return sig, codegen.magic_tuple(), closed_over(self._py_func)
 
     def save_overload(self, sig: Any, data: Any) -> None:
         with contextlib.suppress(OSError):  # a full disk costs the next start time, not this run

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numba import get_num_threads
 from numpy.typing import NDArray
 
-from pagedkv.attention import writing
+from pagedkv.attention import kernels, work, writing
 from pagedkv.attention.arrays import Flat, flat, integers, is_readable_in_place, native
-from pagedkv.attention.reference import reference_attend
 from pagedkv.attention.vectors import BFLOAT16, FLOAT16
 from pagedkv.errors import InvalidInput
 
@@ -30,6 +30,9 @@ DTYPES = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 
 _ALIGNMENT_BYTES = 64
 """A line of the CPU's cache: a vector that lies across two is read twice."""
+
+
+_LOG2_E = float(np.log2(np.e))
 
 
 @dataclass(frozen=True)
@@ -215,32 +218,122 @@ class KVStorage:
         sinks: Any = None,
         out: Any = None,
     ) -> Any:
-        """Attention of new tokens over all tokens of their sequences, read through block tables."""
-        queries, _ = native(q, "q")
+        """Attention of new tokens over all tokens of their sequences, read through block tables.
+
+        A batch may mix chunks of prompts and single tokens: sequence `i` asks with the queries
+        `query_starts[i]` to `query_starts[i + 1]` (half open), its last tokens, whose keys and
+        values are written already.
+
+        - `q` [tokens, heads, key_dim], float32 or the storage's dtype; `heads` is a multiple of
+          the layer's KV heads, and head `h` uses KV head `h // (heads // kv_heads)`;
+        - `block_tables` int32 [sequences, width], anything behind a sequence's last block;
+        - `lengths` int64 [sequences], tokens of each sequence, the new ones included;
+        - `query_starts` int64 [sequences + 1];
+        - `scale` of the scores, `key_dim ** -0.5` unless given;
+        - `window`: a token attends to itself and the `window - 1` before it;
+        - `chunk`: a token attends only within its own chunk of so many tokens;
+        - `soft_cap`: scores become `soft_cap * tanh(score / soft_cap)`;
+        - `sinks` [heads]: one more score for each head, whose value is nothing;
+        - `out` [tokens, heads, value_dim] of `q`'s dtype is written where it is given.
+
+        Returns `out`, or a new array or tensor like `q`. The result of a sequence does not depend
+        on the others of the batch, nor on the number of threads. What no query may see is not
+        read: unwritten slots may hold anything. Raises `InvalidInput` before anything is computed.
+        """
+        shape = self._shape(layer)
+        queries, q_dtype = native(q, "q")
+        heads = self._check_queries(queries, q_dtype, shape)
+        for name, given in (("window", window), ("chunk", chunk)):
+            if given is not None and given < 1:
+                raise InvalidInput(f"{name} must be at least 1 token, not {given}")
+        if soft_cap is not None and not soft_cap > 0:
+            raise InvalidInput(f"soft_cap must be above 0, not {soft_cap}")
+        dims = (queries.shape[0], queries.shape[1], shape.value_dim)
+        if out is None:
+            out = q.new_empty(dims) if hasattr(q, "new_empty") else np.empty(dims, queries.dtype)
+        target, out_dtype = native(out, "out")
+        if target.shape != dims or out_dtype != q_dtype or not is_readable_in_place(target):
+            raise InvalidInput(
+                f"out must be {q_dtype} {list(dims)} with a contiguous last axis, "
+                f"not {out_dtype} {list(target.shape)}"
+            )
         tables = integers(block_tables, np.int32, "block_tables")
         ends = integers(lengths, np.int64, "lengths")
         starts = integers(query_starts, np.int64, "query_starts")
-        shape = self._shape(layer)
-        if out is None:
-            dims = (queries.shape[0], queries.shape[1], shape.value_dim)
-            out = q.new_empty(dims) if hasattr(q, "new_empty") else np.empty(dims, queries.dtype)
-        target, dtype = native(out, "out")
-        if dtype != "float32":
-            raise InvalidInput("only float32 yet")
-        for i in range(len(ends)):
-            new = slice(int(starts[i]), int(starts[i + 1]))
-            k, v = self.read(layer, tables[i], int(ends[i]))
-            target[new] = reference_attend(
-                queries[new],
-                k,
-                v,
-                scale=scale,
-                window=window,
-                chunk=chunk,
-                soft_cap=soft_cap,
-                sinks=None if sinks is None else native(sinks, "sinks")[0],
+        if tables.ndim != 2 or len(tables) != len(ends):
+            raise InvalidInput(
+                f"block_tables {list(tables.shape)} must be [sequences, width], a row for each of "
+                f"{len(ends)} lengths"
             )
+        ends_of_heads = _sinks(sinks, dims[1])
+        status, sequence, pieces, num_parts = work.cut(
+            tables,
+            ends,
+            starts,
+            dims[0],
+            self.num_blocks,
+            self.block_size,
+            shape.num_kv_heads,
+            heads,
+            shape.value_dim,
+            window or 0,
+            chunk or 0,
+            kernels.most_few(heads),
+        )
+        if status != work.GOOD:
+            raise InvalidInput(work.problem(status, sequence, self.block_size, self.num_blocks))
+        if not len(pieces):
+            return out
+        factor = (shape.key_dim**-0.5 if scale is None else scale) * _LOG2_E
+        if soft_cap is not None:
+            factor /= _LOG2_E * soft_cap
+        flat_q, flat_out = flat(queries), flat(target)
+        places = (
+            self._page_numbers,
+            self.block_size,
+            *self._places(layer),
+            flat_q.token_stride,
+            flat_q.head_stride,
+            flat_out.token_stride,
+            flat_out.head_stride,
+            window or 0,
+            chunk or 0,
+        )
+        run = kernels.kernel(heads, shape.key_dim, shape.value_dim, self._half)
+        scratch = np.empty(
+            (get_num_threads(), kernels.num_scratch(heads, shape.key_dim, shape.value_dim)),
+            dtype=np.float32,
+        )
+        run(
+            self._numbers,
+            flat_q.numbers,
+            flat_out.numbers,
+            tables,
+            ends,
+            starts,
+            pieces,
+            np.zeros(len(pieces) + 1, dtype=np.int64),
+            np.empty(num_parts, dtype=np.float32),
+            ends_of_heads,
+            np.array(places, dtype=np.int64),
+            np.array((factor, (soft_cap or 0) * _LOG2_E), dtype=np.float32),
+            scratch,
+            np.empty((len(scratch), kernels.NUM_ROWS_OF_SCRATCH), dtype=np.int64),
+        )
         return out
+
+    def _check_queries(self, q: NDArray[Any], dtype: str, shape: LayerShape) -> int:
+        """Query heads for each KV head."""
+        if dtype not in ("float32", self.dtype):
+            raise InvalidInput(f"q is {dtype}: give {self.dtype} or float32")
+        if q.ndim != 3 or q.shape[2] != shape.key_dim:
+            raise InvalidInput(f"q has shape {list(q.shape)}, not [tokens, heads, {shape.key_dim}]")
+        heads, rest = divmod(q.shape[1], shape.num_kv_heads)
+        if rest or not heads:
+            raise InvalidInput(f"{q.shape[1]} heads do not share {shape.num_kv_heads} KV heads")
+        if not is_readable_in_place(q):
+            raise InvalidInput("q must have a contiguous last axis")
+        return heads
 
     def _shape(self, layer: int) -> LayerShape:
         if not 0 <= layer < len(self.layers):
@@ -262,6 +355,18 @@ class KVStorage:
         if not is_readable_in_place(numbers):
             numbers = np.ascontiguousarray(numbers)
         return flat(numbers)
+
+
+def _sinks(sinks: Any, num_heads: int) -> NDArray[np.float32]:
+    """One score a head, as powers of two; empty without sinks."""
+    if sinks is None:
+        return np.empty(0, dtype=np.float32)
+    scores, dtype = native(sinks, "sinks")
+    if scores.shape != (num_heads,):
+        raise InvalidInput(f"sinks has shape {list(scores.shape)}, not [{num_heads}]")
+    if dtype == "bfloat16":
+        scores = _as_float32(scores, dtype)
+    return (scores * _LOG2_E).astype(np.float32)
 
 
 def _as_float32(numbers: NDArray[Any], dtype: str) -> NDArray[np.float32]:

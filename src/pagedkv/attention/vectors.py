@@ -119,10 +119,16 @@ class _Code:
 
     def call(self, name: str, vector: Any, *arguments: Any) -> Any:
         """LLVM's intrinsic `name` on values of one type."""
-        function = self.builder.module.declare_intrinsic(
-            name, [vector.type], ir.FunctionType(vector.type, [vector.type] * (1 + len(arguments)))
+        module, of = self.builder.module, vector.type
+        name = f"{name}.v{of.count}f32"
+        function = module.globals.get(name) or ir.Function(
+            module, ir.FunctionType(of, [of] * (1 + len(arguments))), name
         )
         return self.builder.call(function, [vector, *arguments])
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        """`a * b + c`, rounded once."""
+        return self.call("llvm.fma", a, b, c)
 
     def loop(
         self, stop: Any, step: int, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]
@@ -184,6 +190,12 @@ class _Code:
         )
         b.call(function, [b.bitcast(address, byte), word(0), word(3), word(1)])
 
+    def prefetch_lines(self, address: Any, nbytes: int, first: int = 0, step: int = 1) -> None:
+        """Ask for every `step`-th line of a row, from line number `first` on."""
+        address = self.builder.bitcast(address, ir.IntType(8).as_pointer())
+        for line in range(first, -(-nbytes // LINE_BYTES), step):
+            self.prefetch(self.move(address, line * LINE_BYTES))
+
     def exp2(self, x: Any) -> Any:
         """2 to the `x`, for `x` up to 127; below -126 it is 0. Within two units of the last place.
 
@@ -198,7 +210,7 @@ class _Code:
         rest = b.fsub(x, whole)
         power = self.constant(_EXP2[-1], lanes)
         for coefficient in _EXP2[-2::-1]:
-            power = b.fma(power, rest, self.constant(coefficient, lanes))
+            power = self.fma(power, rest, self.constant(coefficient, lanes))
         exponent = b.shl(b.add(b.fptosi(whole, words), words([127] * lanes)), words([23] * lanes))
         power = b.fmul(power, b.bitcast(exponent, x.type))
         return b.select(is_zero, self.constant(0, lanes), power)
@@ -209,8 +221,8 @@ class _Code:
         square = b.fmul(x, x)
         series = self.constant(_TANH[-1], lanes)
         for coefficient in _TANH[-2::-1]:
-            series = b.fma(series, square, self.constant(coefficient, lanes))
-        series = b.fma(b.fmul(series, square), x, x)
+            series = self.fma(series, square, self.constant(coefficient, lanes))
+        series = self.fma(b.fmul(series, square), x, x)
         size = self.call("llvm.fabs", x)
         bounded = self.call("llvm.minnum", size, self.constant(20, lanes))
         power = self.exp2(b.fmul(bounded, self.constant(2 / np.log(2), lanes)))
@@ -272,9 +284,6 @@ if config.DISABLE_JIT:
     ) -> None:
         target[t : t + dim] = _widen(source[s : s + dim], half)
 
-    def prefetch_row(array: NDArray[Any], place: int, DIM: int) -> None:
-        pass
-
     def claim(counter: NDArray[np.int64]) -> int:
         counter[0] += 1
         return int(counter[0]) - 1
@@ -286,8 +295,10 @@ if config.DISABLE_JIT:
         first: int,
         scores: NDArray[np.float32],
         pitch: int,
+        ahead: NDArray[np.int64],
         HEADS: int,
         DIM: int,
+        AHEAD: int,
         half: int,
     ) -> None:
         num = rows_at_once(HEADS, lanes_for(DIM))
@@ -302,8 +313,10 @@ if config.DISABLE_JIT:
         count: int,
         fading: NDArray[np.float32],
         out: NDArray[np.float32],
+        ahead: NDArray[np.int64],
         HEADS: int,
         DIM: int,
+        AHEAD: int,
         half: int,
     ) -> None:
         sums = out.reshape(HEADS, DIM)
@@ -379,7 +392,7 @@ else:
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             code = _Code(context, builder, signature, arguments)
-            return builder.atomic_rmw("add", code.pointer(0), INT(1), "monotonic")
+            return builder.atomic_rmw("add", code.pointer(0), INT(1), "seq_cst")
 
         return types.int64(counter), generate
 
@@ -443,20 +456,6 @@ else:
         return types.void(source, types.int64, target, types.int64, DIM, half), generate
 
     @intrinsic(prefer_literal=True)
-    def prefetch_row(typing_context: Any, array: Any, place: Any, DIM: Any) -> Any:
-        """Ask for `array[place:place+DIM]` to be in the cache soon."""
-        nbytes = _constant(DIM) * array.dtype.bitwidth // 8
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            code = _Code(context, builder, signature, arguments)
-            step = LINE_BYTES * 8 // array.dtype.bitwidth
-            for line in range(-(-nbytes // LINE_BYTES)):
-                code.prefetch(code.pointer(0, arguments[1], line * step))
-            return context.get_dummy_value()
-
-        return types.void(array, types.int64, DIM), generate
-
-    @intrinsic(prefer_literal=True)
     def score_rows(
         typing_context: Any,
         q: Any,
@@ -465,15 +464,19 @@ else:
         first: Any,
         scores: Any,
         pitch: Any,
+        ahead: Any,
         HEADS: Any,
         DIM: Any,
+        AHEAD: Any,
         half: Any,
     ) -> Any:
         """`scores[head*pitch + i]` = query of `head` times row `i`, for some rows from `first` on.
 
-        As many rows as `rows_at_once` says.
+        As many rows as `rows_at_once` says. Meanwhile as many rows of `ahead`, `AHEAD` numbers
+        each, are asked for.
         """
         heads, dim, kind = _constant(HEADS), _constant(DIM), _constant(half)
+        ahead_bytes = _constant(AHEAD) * keys.dtype.bitwidth // 8
         lanes = lanes_for(dim)
         num_rows = rows_at_once(heads, lanes)
 
@@ -484,6 +487,10 @@ else:
                 code.pointer(1, builder.load(code.pointer(2, first, i))) for i in range(num_rows)
             ]
             queries = code.pointer(0)
+            for i in range(num_rows):
+                code.prefetch_lines(
+                    code.pointer(1, builder.load(code.pointer(6, first, i))), ahead_bytes
+                )
 
             def add(d: Any, sums: list[Any]) -> list[Any]:
                 k = [code.load(code.move(key, d), lanes, kind) for key in keys]
@@ -491,7 +498,7 @@ else:
                 for head in range(heads):
                     query = code.load(code.move(queries, d, head * dim), lanes)
                     new += [
-                        builder.fma(query, k[i], sums[head * num_rows + i]) for i in range(num_rows)
+                        code.fma(query, k[i], sums[head * num_rows + i]) for i in range(num_rows)
                     ]
                 return new
 
@@ -513,7 +520,9 @@ else:
             return context.get_dummy_value()
 
         return (
-            types.void(q, keys, rows, types.int64, scores, types.int64, HEADS, DIM, half),
+            types.void(
+                q, keys, rows, types.int64, scores, types.int64, ahead, HEADS, DIM, AHEAD, half
+            ),
             generate,
         )
 
@@ -527,15 +536,19 @@ else:
         count: Any,
         fading: Any,
         out: Any,
+        ahead: Any,
         HEADS: Any,
         DIM: Any,
+        AHEAD: Any,
         half: Any,
     ) -> Any:
-        """`out[head]` = `out[head] * fading[head]` + sum of `weights[head*pitch + i]` times row `i`.
+        """`out[head] = out[head] * fading[head]` + the sum of `weights[head*pitch + i]` × row `i`.
 
-        Over the first `count` rows.
+        Over the first `count` rows. Meanwhile as many rows of `ahead`, `AHEAD` numbers each, are
+        asked for.
         """
         heads, dim, kind = _constant(HEADS), _constant(DIM), _constant(half)
+        ahead_bytes = _constant(AHEAD) * values.dtype.bitwidth // 8
         lanes = lanes_for(dim)
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -543,6 +556,7 @@ else:
             pitch, count = arguments[1], arguments[4]
             columns = max(1, _SUMS // heads)
             weight_of = [code.pointer(0, builder.mul(pitch, INT(h))) for h in range(heads)]
+            passes = -(-dim // (columns * lanes))
             for start in range(0, dim, columns * lanes):
                 places = range(start, min(dim, start + columns * lanes), lanes)
                 sums = []
@@ -553,6 +567,9 @@ else:
                         sums.append(builder.fmul(old, faded))
 
                 def add(i: Any, sums: list[Any], places: range = places) -> list[Any]:
+                    following = code.pointer(2, builder.load(code.pointer(7, i)))
+                    turn = places[0] // (columns * lanes)
+                    code.prefetch_lines(following, ahead_bytes, turn, passes)
                     row = builder.load(code.pointer(3, i))
                     vectors = [code.load(code.pointer(2, row, d), lanes, kind) for d in places]
                     new = []
@@ -560,7 +577,7 @@ else:
                         weight = builder.load(code.move(weight_of[head], i))
                         weight = code.splat(weight, lanes)
                         for j, vector in enumerate(vectors):
-                            new.append(builder.fma(weight, vector, sums[head * len(places) + j]))
+                            new.append(code.fma(weight, vector, sums[head * len(places) + j]))
                     return new
 
                 sums = code.loop(count, 1, sums, add)
@@ -571,7 +588,18 @@ else:
 
         return (
             types.void(
-                weights, types.int64, values, rows, types.int64, fading, out, HEADS, DIM, half
+                weights,
+                types.int64,
+                values,
+                rows,
+                types.int64,
+                fading,
+                out,
+                ahead,
+                HEADS,
+                DIM,
+                AHEAD,
+                half,
             ),
             generate,
         )
@@ -678,7 +706,7 @@ else:
                 for i in range(LANE_ROWS):
                     number = code.splat(builder.load(code.move(keys[i], d)), lanes)
                     for j in range(LANE_VECTORS):
-                        new.append(builder.fma(number, vectors[j], sums[i * LANE_VECTORS + j]))
+                        new.append(code.fma(number, vectors[j], sums[i * LANE_VECTORS + j]))
                 return new
 
             sums = code.loop(
@@ -740,7 +768,7 @@ else:
                     for d in range(step):
                         number = code.splat(builder.load(code.move(row, d)), lanes)
                         for j in range(LANE_VECTORS):
-                            new.append(builder.fma(number, vectors[j], sums[d * LANE_VECTORS + j]))
+                            new.append(code.fma(number, vectors[j], sums[d * LANE_VECTORS + j]))
                     return new
 
                 for i, total in enumerate(code.loop(count, 1, sums, add)):
@@ -799,7 +827,7 @@ else:
                 code.store(faded, fading[j])
                 code.store(tops[j], places[0][j])
                 before = code.load(places[1][j], lanes)
-                code.store(builder.fma(before, faded, totals[j]), places[1][j])
+                code.store(code.fma(before, faded, totals[j]), places[1][j])
             return context.get_dummy_value()
 
         return types.void(scores, types.int64, tops, sums, types.int64, fading), generate
