@@ -405,15 +405,15 @@ class Scheduler:
         columns = list(dict.fromkeys(self._column(s) for s in sequences))
         self._leave(columns)
 
-    def cancel(self, sequence: int) -> None:
-        """Nobody wants this sequence any more, whether it waits or runs.
+    def cancel(self, sequences: Iterable[int]) -> None:
+        """Nobody wants these sequences any more, whether they wait or run.
 
-        Samples that were to fork from it end too. While a step is under way its blocks are being
-        written to, so they come back when that step is committed or abandoned.
+        Samples that were to fork from them end too. While a step is under way their blocks are
+        being written to, so they come back when that step is committed or abandoned.
 
-        Raises `UnknownSequence`, for one that ended already too.
+        Raises `UnknownSequence`, for one that ended already too, and then ends none of them.
         """
-        self._leave(self._with_followers([self._column(sequence)]))
+        self._leave(self._with_followers([self._column(s) for s in sequences]))
 
     def token_ids(self, sequence: int) -> NDArray[np.int64]:
         """A copy of all tokens of `sequence`, prompt and answer, int64 [n]."""

@@ -1,0 +1,127 @@
+"""Models and tokenizers, from a hub id, a folder or a GGUF file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from pagedkv.engine.architectures import check_architecture
+from pagedkv.engine.memory_budget import format_bytes
+from pagedkv.errors import InvalidInput
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from: a hub id or folder, and in it a GGUF file if it is one."""
+
+    name: str
+    gguf_file: str | None = None
+
+    @classmethod
+    def parse(cls, model: str | os.PathLike[str], gguf_file: str | None = None) -> ModelSource:
+        """`model` is a hub id, a folder, or the path of a GGUF file.
+
+        Raises `InvalidInput` for a folder that holds no model, and for a path that is not there.
+        """
+        name = os.fspath(model)
+        path = Path(name).expanduser()
+        if path.is_file():
+            if path.suffix.lower() != ".gguf":
+                raise InvalidInput(f"{name} is a file, but no GGUF file: give a model's folder")
+            return cls(str(path.parent), path.name)
+        if path.is_dir():
+            if gguf_file is not None and not (path / gguf_file).is_file():
+                raise InvalidInput(f"{name} holds no {gguf_file}")
+            if gguf_file is None and not (path / "config.json").is_file():
+                raise InvalidInput(
+                    f"{name} holds no model: there is no config.json in it, nor is gguf_file given"
+                )
+            return cls(str(path), gguf_file)
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise InvalidInput(f"{name} is not there: give a model's folder, GGUF file or hub id")
+        return cls(name, gguf_file)
+
+    def __str__(self) -> str:
+        """The source as an error names it."""
+        return f"{self.name}/{self.gguf_file}" if self.gguf_file else self.name
+
+
+def load_model(source: ModelSource, dtype: str) -> Any:
+    """The model of `source` on the CPU, ready for inference.
+
+    `dtype` "auto" is the checkpoint's own. Raises `InvalidInput` for a model that is not there,
+    cannot be read, needs more memory than there is, or is of an architecture that does not work.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise InvalidInput(f"unknown dtype {dtype!r}: choose from auto, {', '.join(DTYPES)}")
+    arguments: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    try:
+        config = AutoConfig.from_pretrained(source.name, **arguments)
+    except (OSError, ValueError, KeyError) as problem:
+        raise InvalidInput(f"{source} is no model that can be read: {_line(problem)}") from None
+    check_architecture(config)
+    check_memory(source, None if dtype == "auto" else DTYPES[dtype], config)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source.name, config=config, dtype=DTYPES.get(dtype, "auto"), **arguments
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as problem:
+        raise InvalidInput(f"{source} cannot be loaded: {_line(problem)}") from None
+    return model.eval()
+
+
+def load_tokenizer(source: ModelSource) -> Any:
+    """The tokenizer of `source`. Raises `InvalidInput` where there is none."""
+    arguments: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    try:
+        return AutoTokenizer.from_pretrained(source.name, **arguments)
+    except (OSError, ValueError, KeyError) as problem:
+        raise InvalidInput(f"{source} has no tokenizer: {_line(problem)}") from None
+
+
+def check_memory(source: ModelSource, dtype: torch.dtype | None, config: Any) -> None:
+    """Raise `InvalidInput` for a folder whose weights are more than the machine has free."""
+    folder = Path(source.name)
+    if not folder.is_dir() or source.gguf_file:
+        return
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    stored = getattr(config, "dtype", None)
+    if dtype is not None and isinstance(stored, torch.dtype):
+        size = size * dtype.itemsize // stored.itemsize
+    check_fits(size, f"the weights of {source}")
+
+
+def check_fits(size: int, what: str) -> None:
+    """Raise `InvalidInput` if `size` bytes are more than the machine has free, where that is known.
+
+    `what` is what they are for.
+    """
+    available = _available_bytes()
+    if available is not None and size > available:
+        raise InvalidInput(
+            f"{what} need {format_bytes(size)}, the machine has {format_bytes(available)} free"
+        )
+
+
+def _available_bytes() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    return None
+
+
+def _line(problem: BaseException) -> str:
+    text = str(problem).strip() or type(problem).__name__
+    return text.splitlines()[0]

@@ -1,0 +1,130 @@
+"""How many blocks a model gets, and what they are worth."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagedkv.attention import LayerShape
+from pagedkv.errors import InvalidInput
+from pagedkv.memory.block_table import blocks_for
+
+DEFAULT_KV_MEMORY = "1GiB"
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """The blocks of an engine, and their size."""
+
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    max_model_len: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that all blocks hold."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def full_sequences(self) -> float:
+        """Sequences of the model's full length that fit at once, counted in blocks."""
+        return self.num_blocks / blocks_for(self.max_model_len, self.block_size)
+
+    def __str__(self) -> str:
+        """What the memory is worth, in one line."""
+        return (
+            f"KV memory {format_bytes(self.num_bytes)}: {self.num_blocks:,} blocks of "
+            f"{self.block_size} tokens, {self.num_tokens:,} tokens, {self.full_sequences:,.1f} "
+            f"sequences of the full {self.max_model_len:,} tokens"
+        )
+
+
+def plan_memory(
+    shapes: Sequence[LayerShape],
+    *,
+    dtype: str,
+    block_size: int,
+    max_model_len: int,
+    kv_memory: int | str | None = None,
+    num_blocks: int | None = None,
+    num_tokens: int | None = None,
+) -> MemoryBudget:
+    """The budget for layers of `shapes`; at most one of the three sizes is given.
+
+    `kv_memory` is in bytes, or text like `"2GiB"`; the blocks are what fits in it whole.
+    `num_tokens` is rounded up to whole blocks.
+
+    Raises `InvalidInput` for several sizes, or for less than a block.
+    """
+    sizes = {"kv_memory": kv_memory, "num_blocks": num_blocks, "num_tokens": num_tokens}
+    given = [name for name, value in sizes.items() if value is not None]
+    if len(given) > 1:
+        raise InvalidInput(f"{' and '.join(given)} both say how much memory: give one of them")
+    for name in ("num_blocks", "num_tokens"):
+        value = sizes[name]
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise InvalidInput(f"{name} is {value!r}: give at least 1")
+    if block_size < 1:
+        raise InvalidInput(f"block_size is {block_size}: give at least 1")
+    block_bytes = sum(s.numbers_per_token for s in shapes) * block_size * _ITEM_BYTES[dtype]
+    if num_tokens is not None:
+        num_blocks = blocks_for(num_tokens, block_size)
+    if num_blocks is None:
+        wanted = DEFAULT_KV_MEMORY if kv_memory is None else kv_memory
+        num_blocks = parse_bytes(wanted) // block_bytes
+        if num_blocks < 1:
+            raise InvalidInput(
+                f"kv_memory {wanted} is less than a block: {block_size} tokens of this model take "
+                f"{format_bytes(block_bytes)}"
+            )
+    return MemoryBudget(num_blocks, block_size, block_bytes, max_model_len)
+
+
+def parse_bytes(size: int | str) -> int:
+    """Bytes from a number or text with a unit.
+
+    >>> parse_bytes("2GiB"), parse_bytes("1.5 GB"), parse_bytes(4096)
+    (2147483648, 1500000000, 4096)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
+    if match is None or match[2].upper() not in _UNITS:
+        raise InvalidInput(f"kv_memory {size!r} is no size: write it like 2GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def format_bytes(num_bytes: int) -> str:
+    """A size as people read it.
+
+    >>> format_bytes(2147483648), format_bytes(500)
+    ('2.0 GiB', '500 B')
+    """
+    if num_bytes < 1024:
+        return f"{num_bytes} B"
+    size = float(num_bytes)
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1024:
+            break
+    else:
+        size, unit = size / 1024, "TiB"
+    return f"{size:,.1f} {unit}"
