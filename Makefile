@@ -34,8 +34,9 @@ test-uncompiled: $(VENV)/.installed-dev  ## Memory and scheduling as plain Pytho
 	NUMBA_DISABLE_JIT=1 HYPOTHESIS_PROFILE=uncompiled $(PYTEST) -q -m "not heavy" $(CORE)
 
 coverage: $(VENV)/.installed-dev  ## Line and branch coverage of memory and scheduling
-	NUMBA_DISABLE_JIT=1 HYPOTHESIS_PROFILE=uncompiled $(PYTEST) -q -m "not heavy" $(CORE) \
-	  --cov=pagedkv.memory --cov=pagedkv.scheduling --cov-report=term-missing
+	NUMBA_DISABLE_JIT=1 HYPOTHESIS_PROFILE=uncompiled $(CACHE) $(BIN)/coverage run \
+	  --source=pagedkv.memory,pagedkv.scheduling -m pytest -q -m "not heavy" $(CORE)
+	$(BIN)/coverage report
 
 lint: $(VENV)/.installed-dev  ## Style, types in strict mode, and the layers
 	$(BIN)/ruff check .
