@@ -75,11 +75,11 @@ def compiled_inline(function: F) -> F:
     return cast(F, _InPlace(function, _nrt=False, forceinline=True))
 
 
-def compiled_parallel(function: F) -> F:
-    """`compiled` for functions with `numba.prange` loops, whose turns then run on all threads."""
+def compiled_unlocked(function: F) -> F:
+    """`compiled_in_place` for what Python calls and other Python threads may run beside."""
     if config.DISABLE_JIT:
         return function
-    return cast(F, _dispatcher(function, _Cache, parallel=True))
+    return cast(F, _dispatcher(function, _Cache, _nrt=False, nogil=True))
 
 
 class _InPlace:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import prange
 from numpy.typing import NDArray
 
 from pagedkv.attention import work
@@ -26,6 +25,7 @@ from pagedkv.attention.vectors import (
     rows_at_once,
     score_lanes,
     score_rows,
+    seen,
     soften,
     soften_lanes,
     value_lanes,
@@ -44,7 +44,10 @@ from pagedkv.attention.work import (
     SEQUENCE,
     STOP,
 )
-from pagedkv.compiling import compiled_in_place, compiled_parallel
+from pagedkv.compiling import compiled_in_place, compiled_unlocked
+
+(NEXT, DONE, FIRST_LEADER) = range(3)
+"""Places in the counters: the next piece to take, pieces done, then one for each piece's parts."""
 
 FEW_CHUNK = 64
 """Tokens whose scores are made before their values are read, which are asked for meanwhile."""
@@ -277,10 +280,10 @@ def many_queries(heads: int, key_dim: int, value_dim: int, half: int) -> Kernel:
                 num_lanes = min(WIDTH, num_rows - first_lane)
                 earliest = before + first_lane // heads
                 latest = before + (first_lane + num_lanes - 1) // heads
-                seen = work.first_of(earliest, integers[WINDOW], integers[CHUNK])
+                first_seen = work.first_of(earliest, integers[WINDOW], integers[CHUNK])
                 seen_by_all = work.first_of(latest, integers[WINDOW], integers[CHUNK])
                 count = min(end, latest + 1) - first
-                if count <= 0 or end <= seen:
+                if count <= 0 or end <= first_seen:
                     continue
                 for i in range(0, count, LANE_ROWS):
                     score_lanes(keys, key_rows, i, q, first_lane * key_dim, scores, key_dim)
@@ -344,6 +347,61 @@ def kernel(heads: int, key_dim: int, value_dim: int, half: int) -> Kernel:
         copy_row(row, 0, out, place, value_dim, half)
 
     @compiled_in_place
+    def line_of(
+        piece: NDArray[np.int64],
+        i: int,
+        sum_of_values: NDArray[np.float32],
+        line: NDArray[np.float32],
+    ) -> None:
+        """Row `i` of a piece's sums, from its panel where there are panels."""
+        if piece[IS_MANY]:
+            base = i // WIDTH * WIDTH * value_dim + i % WIDTH
+            for d in range(value_dim):
+                line[d] = sum_of_values[base + d * WIDTH]
+        else:
+            for d in range(value_dim):
+                line[d] = sum_of_values[i * value_dim + d]
+
+    @compiled_in_place
+    def keep(
+        piece: NDArray[np.int64],
+        tops: NDArray[np.float32],
+        sums: NDArray[np.float32],
+        sum_of_values: NDArray[np.float32],
+        parts: NDArray[np.float32],
+    ) -> None:
+        """Put a part where the others of the same rows are put."""
+        for i in range(piece[NUM_ROWS]):
+            at = piece[PLACE] + i * (value_dim + 2)
+            parts[at] = tops[i]
+            parts[at + 1] = sums[i]
+            line_of(piece, i, sum_of_values, parts[at + 2 : at + 2 + value_dim])
+
+    @compiled_in_place
+    def merge(
+        pieces: NDArray[np.int64],
+        leader: int,
+        i: int,
+        parts: NDArray[np.float32],
+        line: NDArray[np.float32],
+    ) -> tuple[float, float]:
+        """Row `i` of all parts put together, in order: its highest score and sum of weights."""
+        num_parts = pieces[leader, PARTS]
+        top = NOTHING
+        for part in range(leader, leader + num_parts):
+            top = max(top, parts[pieces[part, PLACE] + i * (value_dim + 2)])
+        total = np.float32(0)
+        for d in range(value_dim):
+            line[d] = 0
+        for part in range(leader, leader + num_parts):
+            at = pieces[part, PLACE] + i * (value_dim + 2)
+            fade = np.float32(np.exp2(parts[at] - top))
+            total += parts[at + 1] * fade
+            for d in range(value_dim):
+                line[d] += parts[at + 2 + d] * fade
+        return top, total
+
+    @compiled_unlocked
     def take(
         storage: NDArray[Any],
         q: NDArray[Any],
@@ -359,12 +417,13 @@ def kernel(heads: int, key_dim: int, value_dim: int, half: int) -> Kernel:
         factors: NDArray[np.float32],
         scratch: NDArray[np.float32],
         rows: NDArray[np.int64],
+        is_caller: bool,
     ) -> None:
-        """Take pieces until none is left."""
+        """Take pieces until none is left; then, as the one who called, wait for the others'."""
         while True:
-            number = claim(counters[:1])
+            number = claim(counters, NEXT)
             if number >= len(pieces):
-                return
+                break
             piece = pieces[number]
             sequence, head, first_row = piece[SEQUENCE], piece[HEAD], piece[FIRST_ROW]
             num_rows = piece[NUM_ROWS]
@@ -438,7 +497,8 @@ def kernel(heads: int, key_dim: int, value_dim: int, half: int) -> Kernel:
             if piece[PARTS] > 1:
                 keep(piece, tops, sums, sum_of_values, parts)
                 leader, num_parts = piece[LEADER], piece[PARTS]
-                if claim(counters[leader + 1 : leader + 2]) + 1 < num_parts:
+                if claim(counters, FIRST_LEADER + leader) + 1 < num_parts:
+                    claim(counters, DONE)
                     continue
             for i in range(num_rows):
                 token, query_head = (first_row + i) // heads, (first_row + i) % heads
@@ -452,95 +512,8 @@ def kernel(heads: int, key_dim: int, value_dim: int, half: int) -> Kernel:
                     OUT_HEAD_STRIDE
                 ]
                 finish(top, total, sinks, query_head, line, out, place)
+            claim(counters, DONE)
+        while is_caller and seen(counters, DONE) < len(pieces):
+            pass
 
-    @compiled_in_place
-    def line_of(
-        piece: NDArray[np.int64],
-        i: int,
-        sum_of_values: NDArray[np.float32],
-        line: NDArray[np.float32],
-    ) -> None:
-        """Row `i` of a piece's sums, from its panel where there are panels."""
-        if piece[IS_MANY]:
-            base = i // WIDTH * WIDTH * value_dim + i % WIDTH
-            for d in range(value_dim):
-                line[d] = sum_of_values[base + d * WIDTH]
-        else:
-            for d in range(value_dim):
-                line[d] = sum_of_values[i * value_dim + d]
-
-    @compiled_in_place
-    def keep(
-        piece: NDArray[np.int64],
-        tops: NDArray[np.float32],
-        sums: NDArray[np.float32],
-        sum_of_values: NDArray[np.float32],
-        parts: NDArray[np.float32],
-    ) -> None:
-        """Put a part where the others of the same rows are put."""
-        for i in range(piece[NUM_ROWS]):
-            at = piece[PLACE] + i * (value_dim + 2)
-            parts[at] = tops[i]
-            parts[at + 1] = sums[i]
-            line_of(piece, i, sum_of_values, parts[at + 2 : at + 2 + value_dim])
-
-    @compiled_in_place
-    def merge(
-        pieces: NDArray[np.int64],
-        leader: int,
-        i: int,
-        parts: NDArray[np.float32],
-        line: NDArray[np.float32],
-    ) -> tuple[float, float]:
-        """Row `i` of all parts put together, in order: its highest score and sum of weights."""
-        num_parts = pieces[leader, PARTS]
-        top = NOTHING
-        for part in range(leader, leader + num_parts):
-            top = max(top, parts[pieces[part, PLACE] + i * (value_dim + 2)])
-        total = np.float32(0)
-        for d in range(value_dim):
-            line[d] = 0
-        for part in range(leader, leader + num_parts):
-            at = pieces[part, PLACE] + i * (value_dim + 2)
-            fade = np.float32(np.exp2(parts[at] - top))
-            total += parts[at + 1] * fade
-            for d in range(value_dim):
-                line[d] += parts[at + 2 + d] * fade
-        return top, total
-
-    @compiled_parallel
-    def run(
-        storage: NDArray[Any],
-        q: NDArray[Any],
-        out: NDArray[Any],
-        tables: NDArray[np.int32],
-        lengths: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        pieces: NDArray[np.int64],
-        counters: NDArray[np.int64],
-        parts: NDArray[np.float32],
-        sinks: NDArray[np.float32],
-        integers: NDArray[np.int64],
-        factors: NDArray[np.float32],
-        scratch: NDArray[np.float32],
-        rows: NDArray[np.int64],
-    ) -> None:
-        for worker in prange(len(scratch)):
-            take(
-                storage,
-                q,
-                out,
-                tables,
-                lengths,
-                starts,
-                pieces,
-                counters,
-                parts,
-                sinks,
-                integers,
-                factors,
-                scratch[worker],
-                rows[worker],
-            )
-
-    return run
+    return take

@@ -12,12 +12,14 @@ stored as one. Layers may differ in heads and in size; each has its place in the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import get_num_threads
+from numba.core import config
 from numpy.typing import NDArray
 
 from pagedkv.attention import kernels, work, writing
@@ -71,8 +73,9 @@ class KVStorage:
         layers: Sequence[LayerShape],
         *,
         dtype: str = "float32",
+        num_threads: int | None = None,
     ) -> None:
-        """`dtype` is "float32", "bfloat16" or "float16".
+        """`num_threads` work on an `attend`, as many as there are CPUs unless given; `dtype` is "float32", "bfloat16" or "float16".
 
         Raises `InvalidInput`, also where the system will not promise so much memory.
 
@@ -92,6 +95,11 @@ class KVStorage:
         self.block_size = block_size
         self.layers = tuple(layers)
         self.dtype = dtype
+        if num_threads is None:
+            num_threads = len(os.sched_getaffinity(0))
+        # Uncompiled, threads would only take turns.
+        self._num_threads = 1 if config.DISABLE_JIT else max(1, num_threads)
+        self._threads = ThreadPoolExecutor(max(1, self._num_threads - 1), "pagedkv-attention")
         self._half = {"float32": 0, "bfloat16": BFLOAT16, "float16": FLOAT16}[dtype]
         sizes = [shape.numbers_per_token * block_size for shape in self.layers]
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -299,12 +307,8 @@ class KVStorage:
             window or 0,
             chunk or 0,
         )
-        run = kernels.kernel(heads, shape.key_dim, shape.value_dim, self._half)
-        scratch = np.empty(
-            (get_num_threads(), kernels.num_scratch(heads, shape.key_dim, shape.value_dim)),
-            dtype=np.float32,
-        )
-        run(
+        take = kernels.kernel(heads, shape.key_dim, shape.value_dim, self._half)
+        arrays = (
             self._numbers,
             flat_q.numbers,
             flat_out.numbers,
@@ -312,14 +316,22 @@ class KVStorage:
             ends,
             starts,
             pieces,
-            np.zeros(len(pieces) + 1, dtype=np.int64),
+            np.zeros(len(pieces) + kernels.FIRST_LEADER, dtype=np.int64),
             np.empty(num_parts, dtype=np.float32),
             ends_of_heads,
             np.array(places, dtype=np.int64),
             np.array((factor, (soft_cap or 0) * _LOG2_E), dtype=np.float32),
-            scratch,
-            np.empty((len(scratch), kernels.NUM_ROWS_OF_SCRATCH), dtype=np.int64),
         )
+        num_threads = min(self._num_threads, len(pieces))
+        scratch = np.empty(
+            (num_threads, kernels.num_scratch(heads, shape.key_dim, shape.value_dim)),
+            dtype=np.float32,
+        )
+        rows = np.empty((num_threads, kernels.NUM_ROWS_OF_SCRATCH), dtype=np.int64)
+        # Nobody waits for these: one that comes late finds nothing left to take.
+        for i in range(1, num_threads):
+            self._threads.submit(take, *arrays, scratch[i], rows[i], False)
+        take(*arrays, scratch[0], rows[0], True)
         return out
 
     def _check_queries(self, q: NDArray[Any], dtype: str, shape: LayerShape) -> int:

@@ -284,9 +284,12 @@ if config.DISABLE_JIT:
     ) -> None:
         target[t : t + dim] = _widen(source[s : s + dim], half)
 
-    def claim(counter: NDArray[np.int64]) -> int:
-        counter[0] += 1
-        return int(counter[0]) - 1
+    def claim(counters: NDArray[np.int64], i: int) -> int:
+        counters[i] += 1
+        return int(counters[i]) - 1
+
+    def seen(counters: NDArray[np.int64], i: int) -> int:
+        return int(counters[i])
 
     def score_rows(
         q: NDArray[np.float32],
@@ -387,14 +390,27 @@ else:
         return int(literal.literal_value)
 
     @intrinsic
-    def claim(typing_context: Any, counter: Any) -> Any:
-        """The next number of `counter[0]`, each once, whichever thread asks."""
+    def claim(typing_context: Any, counters: Any, i: Any) -> Any:
+        """The next number of counter `i`, each once, whichever thread asks.
+
+        What a thread wrote before is there for those who get a later number.
+        """
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             code = _Code(context, builder, signature, arguments)
-            return builder.atomic_rmw("add", code.pointer(0), INT(1), "seq_cst")
+            return builder.atomic_rmw("add", code.pointer(0, arguments[1]), INT(1), "acq_rel")
 
-        return types.int64(counter), generate
+        return types.int64(counters, types.int64), generate
+
+    @intrinsic
+    def seen(typing_context: Any, counters: Any, i: Any) -> Any:
+        """Counter `i` as other threads left it, and with it what they wrote before."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            code = _Code(context, builder, signature, arguments)
+            return builder.load_atomic(code.pointer(0, arguments[1]), "acquire", 8)
+
+        return types.int64(counters, types.int64), generate
 
     @intrinsic
     def copy_row(
