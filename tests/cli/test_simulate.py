@@ -505,6 +505,15 @@ def test_memory_comes_from_the_model_and_the_kv_dtype(
     assert own["settings"]["model"] == "config.json"
 
 
+def test_the_memory_left_by_the_weights_grows_with_the_gpus(
+    numbers: Callable[..., dict[str, Any]],
+) -> None:
+    few = ["--requests", "3", "--scheme", "paged", "--gpu", "A100-80GB"]
+    one, two = (numbers(*few, "--num-gpus", n)["memory"]["capacity_bytes"] for n in "12")
+    block_bytes = 16 * 128 * 1024
+    assert abs(two - one - 0.9 * 80 * 2**30) < block_bytes  # the weights are there once
+
+
 def test_bytes_are_known_for_blocks_only_where_a_model_is_named(
     numbers: Callable[..., dict[str, Any]],
 ) -> None:
@@ -831,6 +840,7 @@ def test_help_fits_80_columns_with_every_name_and_default_whole(help_text: str) 
         "[default: 2000 of a workload, all of a trace]",
         "[default: what the model's weights leave of 90% of the GPU's memory]",
         "<paged|reserve-max|reserve-pow2|reserve-exact>",
+        f"the workload's own, {WORKLOADS['chat'].default_rate_per_s:g} for chat]",
         "[default: llama-3-8b]",
         "[default: 0.01]",
     ):

@@ -7,6 +7,8 @@ import pytest
 from pagedkv.simulate import paper
 from pagedkv.simulate.model_geometry import model_geometry
 from pagedkv.simulate.simulator import SCHEMES, SimulationConfig
+from pagedkv.simulate.trace import Trace
+from pagedkv.simulate.workloads import make_workload
 
 BYTES_PER_TOKEN = 819_200
 MAX, POW2, ORACLE, VLLM = "Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "vLLM"
@@ -88,6 +90,27 @@ def test_every_figure_is_within_its_bar(setting: SimulationConfig) -> None:
     # Progress says what runs, and never runs beyond its end.
     assert {"ShareGPT, paged", "Alpaca, reserve-max", "6 samples, paged"} <= {w for w, _ in seen}
     assert all(0 <= done <= 1.001 for _, done in seen)
+
+
+def test_each_workload_comes_at_its_rate_whatever_the_samples(
+    setting: SimulationConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+
+    def note(name: str, **arguments: float) -> Trace:
+        drawn.append((name, arguments["rate_per_s"], arguments["duration_s"]))
+        return make_workload(name, num_requests=2)
+
+    monkeypatch.setattr(paper, "make_workload", note)
+    paper.compare(setting, seed=0)
+    assert drawn == [
+        ("sharegpt", 2.0, 3600),
+        ("alpaca", 30.0, 3600),
+        ("sharegpt", 3.0, 3600),
+        ("alpaca", 15.0, 600),
+        ("alpaca", 7.5, 600),
+        ("alpaca", 5.0, 600),
+    ]
 
 
 def test_the_same_seed_gives_the_same_figures(

@@ -134,7 +134,7 @@ def simulate(
         float | None,
         typer.Option(
             metavar="R",
-            help="Requests a second of a workload. [default: the workload's own, 4 for "
+            help="Requests a second of a workload. [default: the workload's own, 6 for "
             f"{DEFAULT_WORKLOAD}]",
             show_default=False,
             rich_help_panel=_TRAFFIC,
