@@ -15,6 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from pagedkv._version import __version__
+from pagedkv.cli.generate import generate
 from pagedkv.cli.simulate import simulate
 from pagedkv.cli.walkthrough import walkthrough
 from pagedkv.errors import PagedKVError
@@ -65,6 +66,7 @@ app = typer.Typer(
 )
 app.command(cls=Command)(simulate)
 app.command(cls=Command)(walkthrough)
+app.command(cls=Command)(generate)
 
 
 @app.callback(invoke_without_command=True)

@@ -12,19 +12,24 @@ from typing import Any
 
 from pagedkv.errors import InvalidInput
 
-WORKING = frozenset(
-    """
-    afmoe apertus arcee biogpt bitnet codegen cohere cohere2 cwm deepseek_v2 deepseek_v3 doge
-    ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma3n_text
-    gemma4_text glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite
-    granitemoe helium hunyuan_v1_dense hy_v3 jetmoe laguna llama llama4_text mimo_v2_flash
-    minimax_m2 ministral ministral3 mistral mixtral nanochat olmo2 olmo3 olmoe opt persimmon phi
-    phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
-    vaultgemma youtu
-    """.split()
-)
+_WORKING_NAMES = """
+afmoe apertus arcee biogpt bitnet codegen cohere cohere2 cwm deepseek_v2 deepseek_v3 doge
+ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma3n_text
+gemma4_text glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite
+granitemoe helium hunyuan_v1_dense hy_v3 jetmoe laguna llama llama4_text mimo_v2_flash
+minimax_m2 ministral ministral3 mistral mixtral nanochat olmo2 olmo3 olmoe opt persimmon phi
+phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
+vaultgemma youtu
+"""
+
+WORKING = frozenset(_WORKING_NAMES.split())
 """`model_type` of every architecture that gave the tokens of `transformers.generate`."""
 
+_RECURRENT_NAMES = """
+bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2
+nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba
+zamba2
+"""
 _RECURRENT = (
     "its recurrent layers keep a state for each sequence, which is no key and value of a token"
 )
@@ -35,14 +40,7 @@ _REFUSED = {
     "deepseek_v4": "its attention selects tokens with an index of its own, past any hook",
     "minimax": _RECURRENT,
     **dict.fromkeys(("bloom", "falcon", "mpt", "xglm"), _ALIBI),
-    **dict.fromkeys(
-        """
-        bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2
-        nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm
-        zamba zamba2
-        """.split(),
-        _RECURRENT,
-    ),
+    **dict.fromkeys(_RECURRENT_NAMES.split(), _RECURRENT),
 }
 
 _LAYER_TYPES = frozenset(("full_attention", "sliding_attention", "chunked_attention", "attention"))
@@ -84,10 +82,12 @@ def longest_exact(config: Any) -> tuple[int | None, str]:
             original = rope.get("original_max_position_embeddings") or getattr(
                 text, "original_max_position_embeddings", positions
             )
-            limits.append((int(original), "longrope changes all positions of a batch beyond it"))
+            limits.append(
+                (int(original or 0), "longrope changes all positions of a batch beyond it")
+            )
         elif kind == "dynamic":
             original = rope.get("original_max_position_embeddings") or positions
-            limits.append((int(original), "dynamic rotary scaling begins there"))
+            limits.append((int(original or 0), "dynamic rotary scaling begins there"))
     scale = llama4_scale(config)
     if scale is not None:
         limits.append((scale - 1, "Llama 4's temperature tuning begins there"))

@@ -118,13 +118,9 @@ def format_bytes(num_bytes: int) -> str:
     >>> format_bytes(2147483648), format_bytes(500)
     ('2.0 GiB', '500 B')
     """
-    if num_bytes < 1024:
-        return f"{num_bytes} B"
     size = float(num_bytes)
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if size < 1024:
-            break
-    else:
-        size, unit = size / 1024, "TiB"
-    return f"{size:,.1f} {unit}"
+    units = iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while size >= 1024 and unit != "TiB":
+        size, unit = size / 1024, next(units)
+    return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"

@@ -2,13 +2,9 @@
 
 Generating multiplies large weights by few rows at a time, and a weight as a checkpoint has it is
 rearranged in every such product. oneDNN can keep it as it wants it.
-
-Products of one row gain nothing and are left out where the weight is needed unpacked anyway.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +24,7 @@ def can_pack(dtype: torch.dtype) -> bool:
         return bool(mkldnn._is_mkldnn_bf16_supported())
     if dtype == torch.float16:
         return bool(mkldnn._is_mkldnn_fp16_supported())
-    return dtype == torch.float32
+    return bool(dtype == torch.float32)
 
 
 class PackedLinear(nn.Module):
@@ -71,9 +67,3 @@ def pack_linear_layers(model: nn.Module) -> int:
                 parent._modules[name] = PackedLinear(child)
                 del child
     return doubled_bytes
-
-
-def unpacked_weight(layer: Any) -> torch.Tensor:
-    """The weight of a packed layer as a plain tensor, a copy."""
-    weight: torch.Tensor = layer.packed.to_dense()
-    return weight

@@ -115,7 +115,10 @@ class SchedulerStatistics:
     recomputed_tokens: int
     evicted_blocks: int
     peak_used_blocks: int
+    peak_shared_blocks: int
     peak_running: int
+    mean_waste: float
+    """Share of the slots in used blocks that held no token, over all steps."""
 
     @property
     def hit_rate(self) -> float:
@@ -201,7 +204,10 @@ class Scheduler:
             ("steps", "computed", "queries", "hits", "preemptions", "recomputed"), 0
         )
         self._peak_used = 0
+        self._peak_shared = 0
         self._peak_running = 0
+        self._used_slots = 0
+        self._empty_slots = 0
 
     @property
     def num_blocks(self) -> int:
@@ -446,7 +452,9 @@ class Scheduler:
             recomputed_tokens=totals["recomputed"],
             evicted_blocks=int(pool.counters[EVICTED]),
             peak_used_blocks=self._peak_used,
+            peak_shared_blocks=self._peak_shared,
             peak_running=self._peak_running,
+            mean_waste=self._empty_slots / self._used_slots if self._used_slots else 0.0,
         )
 
     def verify(self) -> None:
@@ -548,7 +556,11 @@ class Scheduler:
             self._lost[admitted] = 0
         used = self.num_blocks - int(self._memory.pool.counters[FREE])
         self._peak_used = max(self._peak_used, used)
+        shared = int((self._memory.pool.ref_count > 1).sum())
+        self._peak_shared = max(self._peak_shared, shared)
         self._peak_running = max(self._peak_running, self.num_running)
+        self._used_slots += used * self.block_size
+        self._empty_slots += self._num_empty_slots()
 
     def _num_empty_slots(self) -> int:
         """Slots of used blocks without a token: all in last blocks, shared ones counted once."""

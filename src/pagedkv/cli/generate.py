@@ -1,0 +1,257 @@
+"""`pagedkv generate`: text from a model whose keys and values lie in blocks."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+import typer
+
+from pagedkv.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from pagedkv.engine.core import EngineStatistics
+    from pagedkv.engine.llm import Prompt
+    from pagedkv.engine.outputs import Chunk
+
+_MODEL, _SAMPLING, _MEMORY = "Model", "Sampling", "Memory and batching"
+_NEEDED = ("torch", "transformers", "safetensors")
+
+
+def generate(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Prompts, each in quotes.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A Hugging Face id, a model's folder, or a GGUF file.", rich_help_panel=_MODEL
+        ),
+    ] = "",
+    gguf_file: Annotated[
+        str | None,
+        typer.Option(help="The GGUF file in that id or folder.", rich_help_panel=_MODEL),
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="auto, float32, bfloat16 or float16; auto is the model's own.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto",
+    prompts_file: Annotated[
+        Path | None, typer.Option(help="A file with one prompt a line; - is standard input.")
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Take prompts as they are, without a chat template.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="What the model is told before each prompt of a chat.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the answers alone.")] = False,
+    max_tokens: Annotated[
+        int, typer.Option(help="Tokens of an answer at most.", rich_help_panel=_SAMPLING)
+    ] = 256,
+    temperature: Annotated[
+        float,
+        typer.Option(help="0 takes the likeliest token each time.", rich_help_panel=_SAMPLING),
+    ] = 0.0,
+    top_k: Annotated[
+        int,
+        typer.Option(help="Only this many likeliest tokens; 0: all.", rich_help_panel=_SAMPLING),
+    ] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            help="Only the likeliest tokens of this total probability.", rich_help_panel=_SAMPLING
+        ),
+    ] = 1.0,
+    min_p: Annotated[
+        float,
+        typer.Option(
+            help="Only tokens this fraction as likely as the likeliest.", rich_help_panel=_SAMPLING
+        ),
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(help="Above 1 avoids tokens already there.", rich_help_panel=_SAMPLING),
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text that ends an answer; may be given again.", rich_help_panel=_SAMPLING
+        ),
+    ] = None,
+    samples: Annotated[
+        int,
+        typer.Option("--samples", "-n", help="Answers to each prompt.", rich_help_panel=_SAMPLING),
+    ] = 1,
+    seed: Annotated[
+        int | None, typer.Option(help="Same seed, same answers.", rich_help_panel=_SAMPLING)
+    ] = None,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for keys and values, like 2GiB.  [default: 1GiB]",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(help="The same in blocks.", rich_help_panel=_MEMORY)
+    ] = None,
+    num_tokens: Annotated[
+        int | None, typer.Option(help="The same in tokens.", rich_help_panel=_MEMORY)
+    ] = None,
+    block_size: Annotated[
+        int, typer.Option(help="Tokens in a block.", rich_help_panel=_MEMORY)
+    ] = 16,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Longest sequence, prompt and answer.  [default: the model's]",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Sequences that run at once.", rich_help_panel=_MEMORY)
+    ] = 256,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Tokens of one step.", rich_help_panel=_MEMORY)
+    ] = 2048,
+    prefix_caching: Annotated[
+        bool,
+        typer.Option(help="Share the blocks of equal prefixes.", rich_help_panel=_MEMORY),
+    ] = True,
+) -> None:
+    """Generate text with a model of transformers, its keys and values in blocks."""
+    if not model:
+        raise InvalidInput("no model: give --model with an id, a folder or a GGUF file")
+    asked = list(prompts or []) + (_lines(prompts_file) if prompts_file is not None else [])
+    if not asked:
+        raise InvalidInput("no prompt: give one in quotes, or --prompts-file")
+    require_engine()
+    from pagedkv.engine.llm import LLM
+    from pagedkv.engine.sampling_params import SamplingParams
+
+    params = SamplingParams(
+        n=samples,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=stop or (),
+        seed=seed,
+    )
+    say = _silent if quiet else _to_stderr
+    say(f"loading {model}")
+    llm = LLM(
+        model,
+        gguf_file=gguf_file,
+        dtype=dtype,
+        kv_memory=kv_memory,
+        num_blocks=num_blocks,
+        num_tokens=num_tokens,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        prefix_caching=prefix_caching,
+        announce=say,
+    )
+    is_chat = not raw and bool(getattr(llm.tokenizer, "chat_template", None))
+    if system is not None and not is_chat:
+        raise InvalidInput("--system is for chats, and these prompts are none")
+    encoded: list[Prompt] = [_chat(text, system) if is_chat else text for text in asked]
+    shown = _InOrder(asked, samples, sys.stdout)
+    llm.generate(encoded, params, on_chunk=shown.add)
+    if not quiet:
+        for line in statistics_lines(llm.statistics()):
+            _to_stderr(line)
+
+
+def require_engine() -> None:
+    """Raise `InvalidInput`, one line, where the packages of the extra are not installed."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InvalidInput(f"running models needs {' and '.join(missing)}: install pagedkv[engine]")
+
+
+def statistics_lines(statistics: EngineStatistics) -> list[str]:
+    """What a run did to the memory, as lines to read."""
+    memory = statistics.memory
+    outside = 1 - statistics.forward_s / statistics.step_s if statistics.step_s else 0.0
+    return [
+        f"{statistics.output_tokens:,} tokens in {statistics.step_s:.1f} s, "
+        f"{statistics.output_tokens_per_s:.1f} tokens/s; {memory.num_steps:,} steps, "
+        f"{outside:.1%} of their time outside the model",
+        f"blocks: {memory.peak_used_blocks:,} of {memory.num_blocks:,} used at most, "
+        f"at most {memory.peak_shared_blocks:,} shared, {memory.cached_blocks:,} cached now",
+        f"prefix hits: {memory.hit_tokens:,} of {memory.query_tokens:,} prompt tokens "
+        f"({memory.hit_rate:.1%}); waste: {memory.mean_waste:.1%} of the used slots; "
+        f"preemptions: {memory.preemptions:,}",
+    ]
+
+
+class _InOrder:
+    """Prints answers in the order of their prompts, each as it comes once it is its turn."""
+
+    def __init__(self, prompts: list[str], samples: int, out: TextIO) -> None:
+        self._prompts = prompts
+        self._samples = samples
+        self._out = out
+        self._texts = [[""] * samples for _ in prompts]
+        self._ended = [[False] * samples for _ in prompts]
+        self._turn = (0, 0)
+        self._num_shown = 0
+        self._is_titled = False
+
+    def add(self, prompt: int, chunk: Chunk) -> None:
+        self._texts[prompt][chunk.sample] += chunk.text
+        self._ended[prompt][chunk.sample] = chunk.finish_reason is not None
+        while self._turn[0] < len(self._prompts):
+            place, sample = self._turn
+            text = self._texts[place][sample]
+            if not self._is_titled and (text or self._ended[place][sample]):
+                self._title(place, sample)
+            self._out.write(text[self._num_shown :])
+            self._num_shown = len(text)
+            if not self._ended[place][sample]:
+                break
+            self._out.write("\n")
+            self._num_shown, self._is_titled = 0, False
+            self._turn = (place, sample + 1) if sample + 1 < self._samples else (place + 1, 0)
+        self._out.flush()
+
+    def _title(self, place: int, sample: int) -> None:
+        """Which prompt an answer belongs to, where there are several."""
+        self._is_titled = True
+        if len(self._prompts) * self._samples > 1:
+            number = f" (sample {sample + 1})" if self._samples > 1 else ""
+            self._out.write(f"── {self._prompts[place]}{number}\n")
+
+
+def _chat(text: str, system: str | None) -> list[dict[str, str]]:
+    told = [] if system is None else [{"role": "system", "content": system}]
+    return [*told, {"role": "user", "content": text}]
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    except OSError as problem:
+        raise InvalidInput(f"--prompts-file: {file}: {problem.strerror}") from None
+    except UnicodeDecodeError:
+        raise InvalidInput(f"--prompts-file: {file} is not UTF-8 text") from None
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _silent(line: str) -> None:
+    pass

@@ -1,0 +1,34 @@
+"""The messages of a chat as one prompt, in the way that the model was taught."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pagedkv.errors import InvalidInput
+
+
+def chat_token_ids(tokenizer: Any, messages: Sequence[Any], name: str) -> list[int]:
+    """The token ids of `messages`, ending where the model's answer begins.
+
+    Raises `InvalidInput` for a model without a chat template, or messages that it does not take.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise InvalidInput(
+            f"{name} is a chat, but the model has no chat template: give text or token ids"
+        )
+    for message in messages:
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise InvalidInput(
+                f'{name}: a message needs a role and a content, like {{"role": "user", '
+                '"content": "Hello"}'
+            )
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
+    except Exception as problem:  # templates raise what they like
+        line = (str(problem) or type(problem).__name__).splitlines()[0]
+        raise InvalidInput(f"{name}: the chat template refuses the messages: {line}") from problem
+    # The template brings its own special tokens.
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,389 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+A step is: admit and extend (`Scheduler.schedule`), run (`PagedModel.logits`), sample, commit.
+`docs/engine.md` follows one step with the data that it carries. Everything here happens between
+two steps or inside one, in whichever thread calls; `LLM` sees to it that only one does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pagedkv.engine.detokenizer import Detokenizer, TokenTexts
+from pagedkv.engine.logprobs import TokenLogprob, prompt_logprobs
+from pagedkv.engine.model import PagedModel
+from pagedkv.engine.outputs import Chunk, Completion, Generation
+from pagedkv.engine.random_stream import request_seed
+from pagedkv.engine.sampling import SamplerState, sample
+from pagedkv.engine.sampling_params import SamplingParams
+from pagedkv.engine.stopping import Finish, OutputText, Progress, output_limit
+from pagedkv.errors import InvalidInput
+from pagedkv.memory.block_key import Namespace
+from pagedkv.scheduling.continuous import Batch, Scheduler, SchedulerStatistics
+from pagedkv.scheduling.limits import SchedulerConfig
+
+Listener = Callable[[Chunk], None]
+"""Is told each chunk of a request, in the thread that runs the step; must not block or raise."""
+
+
+@dataclass(frozen=True)
+class EngineStatistics:
+    """What happened since the engine was made."""
+
+    memory: SchedulerStatistics
+    requests: int
+    output_tokens: int
+    step_s: float
+    """Time in steps, all together."""
+    forward_s: float
+    """Of that, the time in the model's forward."""
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Tokens generated a second of time in steps; 0 before any."""
+        return self.output_tokens / self.step_s if self.step_s else 0.0
+
+
+class Request:
+    """A prompt on its way; `generation` is what has come of it so far."""
+
+    def __init__(
+        self,
+        prompt: str | None,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        max_new_tokens: int,
+        listener: Listener | None,
+    ) -> None:
+        self.prompt = prompt
+        self.prompt_ids = tuple(prompt_ids)
+        self.params = params
+        self.max_new_tokens = max_new_tokens
+        self.listener = listener
+        self.samples: list[_Sample] = []
+        self.num_cached_tokens: int | None = None
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all samples have ended."""
+        return all(sample.is_finished for sample in self.samples)
+
+    def generation(self) -> Generation:
+        """All samples so far; one that goes on counts as aborted."""
+        logprobs = self.prompt_logprobs
+        return Generation(
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_ids,
+            completions=tuple(sample.completion() for sample in self.samples),
+            num_cached_tokens=self.num_cached_tokens or 0,
+            prompt_logprobs=None if logprobs is None else tuple(logprobs),
+        )
+
+
+class _Sample:
+    """One answer that is being written."""
+
+    __slots__ = ("index", "logprobs", "output", "request", "sequence", "state", "token_ids")
+
+    def __init__(
+        self, request: Request, index: int, sequence: int, state: SamplerState, output: OutputText
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.sequence = sequence
+        self.state = state
+        self.output = output
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = None
+        if request.params.logprobs is not None:
+            self.logprobs = []
+
+    @property
+    def is_finished(self) -> bool:
+        return self.output.finish is not None
+
+    def completion(self) -> Completion:
+        finish = self.output.finish or Finish("abort")
+        return Completion(
+            sample=self.index,
+            text=self.output.text,
+            token_ids=tuple(self.token_ids),
+            finish_reason=finish.reason,
+            stop_reason=finish.stop,
+            logprobs=None if self.logprobs is None else tuple(self.logprobs),
+        )
+
+    def tell(
+        self, progress: Progress, token_ids: tuple[int, ...], logprob: TokenLogprob | None
+    ) -> None:
+        """Tell the request's listener what is new."""
+        if self.request.listener is not None:
+            self.request.listener(
+                Chunk(
+                    sample=self.index,
+                    text=progress.text,
+                    token_ids=token_ids,
+                    logprobs=None if logprob is None else (logprob,),
+                    finish_reason=None if progress.finish is None else progress.finish.reason,
+                )
+            )
+
+
+class _NoText:
+    """The text of tokens without a tokenizer."""
+
+    def append(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class Engine:
+    """A model, its blocks and its scheduler.
+
+    Not thread-safe: one thread at a time. `end_token_ids` end an answer by themselves; `seed`
+    gives requests without a seed of their own a stream each. `clock` tells seconds, for the
+    statistics only.
+    """
+
+    def __init__(
+        self,
+        model: PagedModel,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        config: SchedulerConfig,
+        prefix_caching: bool = True,
+        texts: TokenTexts | None,
+        end_token_ids: frozenset[int],
+        seed: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.model = model
+        self.max_model_len = max_model_len
+        self.storage = model.make_storage(num_blocks, block_size)
+        self.scheduler = Scheduler(
+            num_blocks,
+            config,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            prefix_caching=prefix_caching,
+        )
+        self.end_token_ids = end_token_ids
+        self._texts = texts
+        self._seed = seed
+        self._clock = clock
+        self._samples: dict[int, _Sample] = {}  # by sequence
+        self._num_requests = 0
+        self._output_tokens = 0
+        self._step_s = 0.0
+        self._forward_s = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return self.scheduler.is_idle
+
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        name: str = "",
+        namespace: Namespace | None = None,
+        listener: Listener | None = None,
+    ) -> Request:
+        """A request arrives. It computes from the next step on, as soon as there is memory.
+
+        Raises `NeverFits` for one that could not be served by the whole memory, and
+        `InvalidInput` for a prompt that is empty, too long or has unknown tokens.
+        """
+        limit = self._max_new_tokens(len(prompt_ids), params, name)
+        if prompt_ids and not 0 <= min(prompt_ids) <= max(prompt_ids) < self.model.vocab_size:
+            raise InvalidInput(
+                f"{name or 'the prompt'} has a token id that is not 0 to "
+                f"{self.model.vocab_size - 1}, the model's vocabulary"
+            )
+        request = Request(prompt, prompt_ids, params, limit, listener)
+        sequences = self.scheduler.add(
+            np.array(prompt_ids, dtype=np.int64),
+            max_new_tokens=limit,
+            num_samples=params.n,
+            namespace=namespace,
+            reuse=params.prompt_logprobs is None,
+            name=name,
+        )
+        seed = params.seed
+        if seed is None:
+            seed = request_seed(self._seed, self._num_requests)
+        for index, sequence in enumerate(sequences):
+            state = SamplerState(
+                params, prompt_ids, seed=seed, sample=index, end_ids=self.end_token_ids
+            )
+            output = OutputText(
+                params,
+                self._detokenizer(prompt_ids, params),
+                eos_token_ids=self.end_token_ids,
+                limit=limit,
+            )
+            made = _Sample(request, index, sequence, state, output)
+            request.samples.append(made)
+            self._samples[sequence] = made
+        self._num_requests += 1
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Nobody wants this request any more; its blocks come back now. Not within a step."""
+        going_on = [s for s in request.samples if not s.is_finished]
+        if going_on:
+            self.scheduler.cancel([s.sequence for s in going_on])
+            self._drop(going_on)
+
+    def step(self) -> None:
+        """Compute one step, and tell listeners what it brought.
+
+        If the model or the choice of a token fails, the requests of this step are cancelled, the
+        others can go on, and the error is raised.
+        """
+        start_s = self._clock()
+        batch = self.scheduler.schedule()
+        self._note_hits(batch)
+        forward_s = 0.0
+        try:
+            due = [self._samples[int(sequence)] for sequence in batch.due]
+            token_ids = np.zeros(0, dtype=np.int64)
+            logprobs: tuple[TokenLogprob | None, ...] = ()
+            if len(batch.sequences):
+                rows, inverse = self._rows(batch)
+                forward_start_s = self._clock()
+                logits = self.model.logits(self.storage, batch, rows)
+                forward_s = self._clock() - forward_start_s
+                self._note_prompt_logprobs(batch, rows, logits)
+                if due:
+                    if len(inverse) != len(rows) or (inverse[1:] <= inverse[:-1]).any():
+                        logits = logits[inverse]
+                    sampled = sample(logits, [s.state for s in due])
+                    token_ids, logprobs = sampled.token_ids, sampled.logprobs
+        except BaseException:
+            self._drop([self._samples[s] for s in self.scheduler.abandon()])
+            raise
+        self.scheduler.commit(token_ids)
+        finished: list[int] = []
+        for member, token_id, logprob in zip(due, token_ids.tolist(), logprobs, strict=True):
+            member.state.append(token_id)
+            member.token_ids.append(token_id)
+            if member.logprobs is not None and logprob is not None:
+                member.logprobs.append(logprob)
+            progress = member.output.append(token_id)
+            member.tell(progress, (token_id,), logprob)
+            if progress.finish is not None:
+                finished.append(member.sequence)
+        if finished:
+            self.scheduler.finish(finished)
+            for sequence in finished:
+                del self._samples[sequence]
+        self._output_tokens += len(due)
+        self._forward_s += forward_s
+        self._step_s += self._clock() - start_s
+
+    def statistics(self) -> EngineStatistics:
+        """What happened so far."""
+        return EngineStatistics(
+            memory=self.scheduler.statistics(),
+            requests=self._num_requests,
+            output_tokens=self._output_tokens,
+            step_s=self._step_s,
+            forward_s=self._forward_s,
+        )
+
+    def _max_new_tokens(self, prompt_tokens: int, params: SamplingParams, name: str) -> int:
+        """Tokens that a request may generate: what it asks for, as far as the model goes."""
+        if prompt_tokens == 0:
+            raise InvalidInput(f"{name or 'the prompt'} has no tokens: give at least one")
+        limit = output_limit(params, prompt_tokens=prompt_tokens, max_model_len=self.max_model_len)
+        if limit < 1:
+            raise InvalidInput(
+                f"{name or 'the prompt'} has {prompt_tokens} tokens, which leaves no room for an "
+                f"answer: the model's maximum is {self.max_model_len}"
+            )
+        if params.max_tokens is None:
+            # Without a limit of its own it ends where the model or the memory does.
+            slots = self.scheduler.num_blocks * self.scheduler.block_size
+            limit = max(min(limit, slots + 1 - prompt_tokens), 1)
+        return limit
+
+    def _note_hits(self, batch: Batch) -> None:
+        for sequence, num_cached in zip(batch.admitted.tolist(), batch.num_cached.tolist()):
+            request = self._samples[sequence].request
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = num_cached
+
+    def _rows(self, batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The places in the batch whose logits are needed, ascending, and of each due sequence
+        which of them is its own."""
+        wanted = [batch.due_rows]
+        for i, request in self._prompts_to_report(batch):
+            start, stop = int(batch.query_starts[i]), int(batch.query_starts[i + 1])
+            last = len(request.prompt_ids) - 1 - int(batch.positions[start])
+            wanted.append(np.arange(start, min(stop, start + last), dtype=np.int64))
+        if len(wanted) == 1:
+            rows, inverse = np.unique(batch.due_rows, return_inverse=True)
+        else:
+            rows = np.unique(np.concatenate(wanted))
+            inverse = np.searchsorted(rows, batch.due_rows)
+        return rows, inverse
+
+    def _prompts_to_report(self, batch: Batch) -> list[tuple[int, Request]]:
+        """Places in the batch of sequences that compute prompt tokens somebody wants to know of."""
+        found = []
+        for i, sequence in enumerate(batch.sequences.tolist()):
+            request = self._samples[sequence].request
+            if request.prompt_logprobs is not None:
+                known = len(request.prompt_logprobs)
+                start = int(batch.positions[batch.query_starts[i]])
+                if known < len(request.prompt_ids) and start < len(request.prompt_ids) - 1:
+                    found.append((i, request))
+        return found
+
+    def _note_prompt_logprobs(
+        self, batch: Batch, rows: NDArray[np.int64], logits: torch.Tensor
+    ) -> None:
+        for i, request in self._prompts_to_report(batch):
+            start, stop = int(batch.query_starts[i]), int(batch.query_starts[i + 1])
+            position = int(batch.positions[start])
+            stop = min(stop, start + len(request.prompt_ids) - 1 - position)
+            first = int(np.searchsorted(rows, start))
+            found = prompt_logprobs(
+                logits[first : first + stop - start],
+                request.prompt_ids,
+                start=position,
+                num_top=request.params.prompt_logprobs or 0,
+            )
+            known = request.prompt_logprobs or []
+            # After a preemption some are computed a second time.
+            known += found[len(known) - 1 - position :]
+
+    def _detokenizer(self, prompt_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
+        if self._texts is None:
+            return _NoText()
+        return self._texts.stream(
+            skip_special_tokens=params.skip_special_tokens, prompt_ids=prompt_ids
+        )
+
+    def _drop(self, samples: list[_Sample]) -> None:
+        """Nobody goes on with these samples: their sequences are gone."""
+        for member in samples:
+            del self._samples[member.sequence]
+            member.tell(member.output.abort(), (), None)

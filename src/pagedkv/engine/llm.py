@@ -1,0 +1,416 @@
+"""`LLM`: a model that generates text out of paged memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from pagedkv.engine.architectures import llama4_scale
+from pagedkv.engine.chat import chat_token_ids
+from pagedkv.engine.core import Engine, EngineStatistics, Request
+from pagedkv.engine.detokenizer import TokenTexts
+from pagedkv.engine.loading import ModelSource, check_fits, load_model, load_tokenizer
+from pagedkv.engine.memory_budget import MemoryBudget, format_bytes, plan_memory
+from pagedkv.engine.model import PagedModel
+from pagedkv.engine.outputs import Chunk, Generation
+from pagedkv.engine.sampling_params import SamplingParams
+from pagedkv.errors import InvalidInput
+from pagedkv.memory.block_key import Namespace
+from pagedkv.scheduling.limits import SchedulerConfig
+
+Message: TypeAlias = Mapping[str, Any]
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or the messages of a chat, each with a role and a content."""
+
+
+class LLM:
+    """A model of `transformers`, unchanged, that keeps its keys and values in blocks.
+
+    `model` is a hub id, a folder, or a GGUF file (also as a folder and `gguf_file`), or a model
+    that is loaded already, which then belongs to this object. How much memory its keys and
+    values get is one of `kv_memory` (bytes or text like `"2GiB"`; 1 GiB unless given),
+    `num_blocks` and `num_tokens`; it is taken from the system only as it is written to.
+
+    `max_model_len`: longest sequence, prompt and answer; the model's own maximum unless given.
+    `max_num_seqs` and `max_num_batched_tokens` bound a step; longer prompts are computed in
+    chunks. `tokenizer` is loaded with the model unless given; with a loaded model and none,
+    prompts and answers are token ids. `announce` is told in one line each what the memory is
+    worth and what packing the weights costs: `print` shows them.
+
+    Raises `InvalidInput`, one line, for what cannot be: a folder without a model, a model that
+    needs more memory than there is, an architecture that would not run right.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Any,
+        *,
+        gguf_file: str | None = None,
+        tokenizer: Any | None = None,
+        dtype: str = "auto",
+        kv_memory: int | str | None = None,
+        num_blocks: int | None = None,
+        num_tokens: int | None = None,
+        block_size: int = 16,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        watermark: float = 0.01,
+        prefix_caching: bool = True,
+        pack_weights: bool = True,
+        seed: int = 0,
+        announce: Callable[[str], object] | None = None,
+    ) -> None:
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            watermark=watermark,
+        )
+        loaded, tokenizer = _loaded(model, gguf_file, tokenizer, dtype)
+        self.tokenizer = tokenizer
+        paged = PagedModel(loaded, pack_weights=pack_weights)
+        self.max_model_len = _max_model_len(paged, max_model_len)
+        _check_batch(paged, config)
+        self.budget: MemoryBudget = plan_memory(
+            paged.shapes,
+            dtype=paged.dtype,
+            block_size=block_size,
+            max_model_len=self.max_model_len,
+            kv_memory=kv_memory,
+            num_blocks=num_blocks,
+            num_tokens=num_tokens,
+        )
+        check_fits(self.budget.num_bytes, "the blocks")
+        if announce is not None:
+            announce(str(self.budget))
+            if paged.doubled_bytes:
+                announce(
+                    f"the output layer shares its weight with the embedding: packed for the CPU "
+                    f"it takes {format_bytes(paged.doubled_bytes)} more"
+                )
+        ends = paged.end_token_ids
+        if not ends and tokenizer is not None and tokenizer.eos_token_id is not None:
+            ends = frozenset([int(tokenizer.eos_token_id)])
+        self._engine = Engine(
+            paged,
+            num_blocks=self.budget.num_blocks,
+            block_size=block_size,
+            max_model_len=self.max_model_len,
+            config=config,
+            prefix_caching=prefix_caching,
+            texts=None if tokenizer is None else TokenTexts(tokenizer),
+            end_token_ids=ends,
+            seed=seed,
+        )
+        self._driving = _Driving(self._engine)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        namespace: Namespace | None = None,
+        on_chunk: Callable[[int, Chunk], object] | None = None,
+    ) -> list[Generation]:
+        """Generate for all `prompts` together, and return what came of each, in their order.
+
+        A single prompt is a list of one. `params` are for all of them, or one for each; the
+        defaults of `SamplingParams` unless given. `namespace` separates the cache from that of
+        other namespaces. `on_chunk` is told each chunk as it comes, with its prompt's place.
+
+        Raises `InvalidInput` or `NeverFits` for a prompt that could not be served, and then
+        serves none. An interrupt, or an error, cancels all of them.
+        """
+        listed = _listed(prompts)
+        each = _params_for_each(listed, params)
+        encoded = [self._encoded(prompt, f"prompt {i + 1}") for i, prompt in enumerate(listed)]
+        requests: list[Request] = []
+        try:
+            with self._driving.engine() as engine:
+                for i, (text, ids) in enumerate(encoded):
+                    listener = None if on_chunk is None else _tagged(on_chunk, i)
+                    requests.append(
+                        engine.add(
+                            ids,
+                            each[i],
+                            prompt=text,
+                            name=f"prompt {i + 1}",
+                            namespace=namespace,
+                            listener=listener,
+                        )
+                    )
+            while not all(request.is_finished for request in requests):
+                self._driving.turn()
+        finally:
+            with self._driving.engine() as engine:
+                for request in requests:
+                    engine.cancel(request)
+        return [request.generation() for request in requests]
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        namespace: Namespace | None = None,
+    ) -> AsyncIterator[Chunk]:
+        """Generate for one prompt, and yield each chunk as it comes.
+
+        Steps run in a thread of their own, so the event loop goes on; many streams share them.
+        Leaving the loop early, or cancelling the task, cancels the request: its blocks come back
+        before the next step.
+
+        Raises what `generate` raises, and what the step that computed it raised.
+        """
+        text, ids = self._encoded(prompt, "the prompt")
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[Chunk | BaseException] = asyncio.Queue()
+
+        def tell(news: Chunk | BaseException) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
+                loop.call_soon_threadsafe(arrived.put_nowait, news)
+
+        order = _Order(ids, params or SamplingParams(), text, namespace, tell)
+        self._driving.submit(order)
+        going_on = order.params.n
+        try:
+            while going_on:
+                news = await arrived.get()
+                if isinstance(news, BaseException):
+                    raise news
+                yield news
+                going_on -= news.finish_reason is not None
+        finally:
+            if going_on:
+                self._driving.withdraw(order)
+
+    def statistics(self) -> EngineStatistics:
+        """What the memory holds and what happened so far."""
+        with self._driving.engine() as engine:
+            return engine.statistics()
+
+    def verify(self) -> None:
+        """Check every law of the memory; raises `BrokenLaw`."""
+        with self._driving.engine() as engine:
+            engine.scheduler.verify()
+
+    def close(self) -> None:
+        """Stop the thread that serves streams, if there is one; what goes on is cancelled."""
+        self._driving.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _encoded(self, prompt: Prompt, name: str) -> tuple[str | None, list[int]]:
+        """The text and the token ids of a prompt."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidInput(f"{name} is text, but there is no tokenizer: give token ids")
+            return prompt, list(self.tokenizer(prompt)["input_ids"])
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            if self.tokenizer is None:
+                raise InvalidInput(f"{name} is a chat, but there is no tokenizer: give token ids")
+            return None, chat_token_ids(self.tokenizer, prompt, name)
+        if not all(isinstance(token_id, int) for token_id in prompt):
+            raise InvalidInput(f"{name} is neither text nor token ids nor messages of a chat")
+        return None, [int(token_id) for token_id in prompt if isinstance(token_id, int)]
+
+
+class _Order:
+    """A request of a stream, on its way to the thread that runs the steps."""
+
+    def __init__(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        prompt: str | None,
+        namespace: Namespace | None,
+        tell: Callable[[Chunk | BaseException], None],
+    ) -> None:
+        self.ids = ids
+        self.params = params
+        self.prompt = prompt
+        self.namespace = namespace
+        self.tell = tell
+        self.request: Request | None = None
+        self.is_withdrawn = False
+
+
+class _Driving:
+    """Who runs the steps: whoever waits for an answer, and a thread while there are streams.
+
+    One lock is held for each step, so a step is for everybody's requests, whoever runs it.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._news = threading.Condition()
+        self._submitted: deque[_Order] = deque()
+        self._withdrawn: deque[_Order] = deque()
+        self._orders: list[_Order] = []
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+
+    @contextlib.contextmanager
+    def engine(self) -> Iterator[Engine]:
+        """The engine, between two steps."""
+        with self._lock:
+            yield self._engine
+
+    def turn(self) -> None:
+        """Take what was submitted and withdrawn, and run one step."""
+        with self._lock:
+            self._take_orders()
+            if not self._engine.is_idle:
+                self._step()
+
+    def submit(self, order: _Order) -> None:
+        """Add a request before the next step; it is told its chunks, or why it was refused."""
+        with self._news:
+            if self._is_closing:
+                raise InvalidInput("this LLM is closed")
+            self._submitted.append(order)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="pagedkv", daemon=True)
+                self._thread.start()
+            self._news.notify()
+
+    def withdraw(self, order: _Order) -> None:
+        """Cancel a request before the next step."""
+        with self._news:
+            order.is_withdrawn = True
+            self._withdrawn.append(order)
+            self._news.notify()
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._news:
+            self._is_closing = True
+            thread = self._thread
+            self._news.notify()
+        if thread is not None:
+            thread.join()
+
+    def _serve(self) -> None:
+        while True:
+            with self._news:
+                while not (self._is_closing or self._has_news() or not self._engine.is_idle):
+                    self._news.wait()
+                if self._is_closing:
+                    break
+            with contextlib.suppress(Exception):  # told to the streams that it concerns
+                self.turn()
+        with self._lock:
+            self._take_orders()
+            for order in self._orders:
+                if order.request is not None:
+                    self._engine.cancel(order.request)
+
+    def _has_news(self) -> bool:
+        return bool(self._submitted or self._withdrawn)
+
+    def _take_orders(self) -> None:
+        while self._submitted:
+            order = self._submitted.popleft()
+            if order.is_withdrawn:
+                continue
+            try:
+                order.request = self._engine.add(
+                    order.ids,
+                    order.params,
+                    prompt=order.prompt,
+                    namespace=order.namespace,
+                    listener=order.tell,
+                )
+                self._orders.append(order)
+            except Exception as refusal:
+                order.tell(refusal)
+        while self._withdrawn:
+            order = self._withdrawn.popleft()
+            if order.request is not None:
+                self._engine.cancel(order.request)
+        self._orders = [o for o in self._orders if o.request and not o.request.is_finished]
+
+    def _step(self) -> None:
+        running = [o for o in self._orders if o.request and not o.request.is_finished]
+        try:
+            self._engine.step()
+        except BaseException as failure:
+            for order in running:
+                if order.request and order.request.is_finished:
+                    order.tell(failure)
+            raise
+
+
+def _loaded(model: Any, gguf_file: str | None, tokenizer: Any, dtype: str) -> tuple[Any, Any]:
+    if isinstance(model, (str, os.PathLike)):
+        source = ModelSource.parse(model, gguf_file)
+        loaded = load_model(source, dtype)
+        return loaded, load_tokenizer(source) if tokenizer is None else tokenizer
+    if gguf_file is not None or dtype != "auto":
+        raise InvalidInput("gguf_file and dtype are for models that are loaded here")
+    return model, tokenizer
+
+
+def _max_model_len(model: PagedModel, wanted: int | None) -> int:
+    """The longest sequence: what is wanted, if the model gives right answers up to there."""
+    longest = model.longest_exact
+    if wanted is None:
+        if longest is None:
+            raise InvalidInput("the model does not say how long it goes: give max_model_len")
+        return longest
+    if wanted < 1:
+        raise InvalidInput(f"max_model_len is {wanted}: give at least 1")
+    if longest is not None and wanted > longest:
+        raise InvalidInput(
+            f"max_model_len is {wanted}, but this model is right only up to {longest} tokens: "
+            f"{model.longest_exact_reason}"
+        )
+    return wanted
+
+
+def _check_batch(model: PagedModel, config: SchedulerConfig) -> None:
+    scale = llama4_scale(model.config)
+    if scale is not None and config.max_num_batched_tokens >= scale:
+        raise InvalidInput(
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}: Llama 4's temperature "
+            f"tuning needs less than {scale}"
+        )
+
+
+def _listed(prompts: Any) -> list[Prompt]:
+    """A list of prompts, of one that is alone too."""
+    if isinstance(prompts, str):
+        return [prompts]
+    listed = list(prompts)
+    if listed and isinstance(listed[0], (int, Mapping)):
+        return [listed]
+    return listed
+
+
+def _params_for_each(
+    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * len(prompts)
+    if len(params) != len(prompts):
+        raise InvalidInput(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
+    return list(params)
+
+
+def _tagged(on_chunk: Callable[[int, Chunk], object], place: int) -> Callable[[Chunk], None]:
+    def listener(chunk: Chunk) -> None:
+        on_chunk(place, chunk)
+
+    return listener
