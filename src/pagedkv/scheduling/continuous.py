@@ -38,12 +38,9 @@ from pagedkv.scheduling import queues as queue
 from pagedkv.scheduling import scheduler
 from pagedkv.scheduling.limits import Limits, SchedulerConfig
 from pagedkv.scheduling.queues import (
-    BLOCKED,
     EXPECTED,
-    FINISHED,
     RUNNING,
     RUNNING_SIZE,
-    WAITING,
     WAITING_HEAD,
     WAITING_SIZE,
     Queues,
@@ -228,6 +225,11 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Whether there is nothing to schedule."""
         return self.num_running == 0 and self.num_waiting == 0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps scheduled so far."""
+        return self._totals["steps"]
 
     @property
     def is_in_step(self) -> bool:
@@ -530,7 +532,7 @@ class Scheduler:
             columns = [s for s in columns if s not in self._doomed]
         if columns:
             ended = np.array(columns, dtype=np.int64)
-            _end(self._memory, self._sequences, self._queues, ended, self.block_size)
+            scheduler.end(self._memory, self._sequences, self._queues, ended, self.block_size)
             self._alive[ended] = False
             self._generation[ended] += 1
             self._region_blocks[ended] = 0
@@ -780,37 +782,3 @@ def _conclude(
             block = num_tokens // block_size - 1
             _name_block(sequences, roots, token_ids, secret, s, block, block_size)
             sequences.num_keys[s] = block + 1
-
-
-@compiled_in_place
-def _end(
-    memory: Memory,
-    sequences: Sequences,
-    queues: Queues,
-    columns: NDArray[np.int64],
-    block_size: int,
-) -> None:
-    """Sequences `columns` end, from whichever state they are in."""
-    for i in range(len(columns)):
-        s = columns[i]
-        if sequences.state[s] == RUNNING:
-            scheduler.finish(memory, sequences, s, block_size)
-        elif sequences.state[s] == WAITING:
-            _leave_queue(queues, s)
-        sequences.state[s] = FINISHED
-        if queues.counters[BLOCKED] == s:  # its column will be another's
-            queues.counters[BLOCKED] = -1
-    queue.drop_finished(sequences, queues)
-
-
-@compiled_in_place
-def _leave_queue(queues: Queues, s: int) -> None:
-    """Close the gap that `s` leaves in the ring of those who wait."""
-    head, capacity = queues.counters[WAITING_HEAD], len(queues.waiting)
-    kept = 0
-    for i in range(queues.counters[WAITING_SIZE]):
-        waiting = queues.waiting[(head + i) % capacity]
-        if waiting != s:
-            queues.waiting[(head + kept) % capacity] = waiting
-            kept += 1
-    queues.counters[WAITING_SIZE] = kept

@@ -104,6 +104,19 @@ def push_front(sequences: Sequences, queues: Queues, s: int) -> None:
 
 
 @compiled_in_place
+def leave_waiting(queues: Queues, s: int) -> None:
+    """Sequence `s` waits no longer; those behind it move up."""
+    head, capacity = queues.counters[WAITING_HEAD], len(queues.waiting)
+    kept = 0
+    for i in range(queues.counters[WAITING_SIZE]):
+        waiting = queues.waiting[(head + i) % capacity]
+        if waiting != s:
+            queues.waiting[(head + kept) % capacity] = waiting
+            kept += 1
+    queues.counters[WAITING_SIZE] = kept
+
+
+@compiled_in_place
 def start_first(sequences: Sequences, queues: Queues) -> int:
     """The sequence at the head of the waiting queue runs from now on."""
     head = queues.counters[WAITING_HEAD]

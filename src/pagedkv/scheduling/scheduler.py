@@ -40,7 +40,9 @@ from pagedkv.scheduling.queues import (
     BLOCKED_NEED,
     FINISHED,
     NO_ROW,
+    RUNNING,
     RUNNING_SIZE,
+    WAITING,
     WAITING_HEAD,
     WAITING_SIZE,
     Queues,
@@ -145,6 +147,38 @@ def finish(memory: Memory, sequences: Sequences, s: int, block_size: int) -> Non
     allocation.release(memory, sequences.row[s], block_size)
     sequences.row[s] = NO_ROW
     sequences.state[s] = FINISHED
+
+
+@compiled_in_place
+def end(
+    memory: Memory,
+    sequences: Sequences,
+    queues: Queues,
+    ending: NDArray[np.int64],
+    block_size: int,
+) -> None:
+    """The sequences `ending` end, int64 [n], from whichever state each is in.
+
+    Those that run give back their blocks in the order in which they began to run, whatever their
+    order in `ending`: which block is handed out next hangs on it, and so a run can be repeated
+    by somebody who knows no more than who ended.
+    """
+    any_runs = False
+    for i in range(len(ending)):
+        s = ending[i]
+        if sequences.state[s] == RUNNING:
+            any_runs = True
+        elif sequences.state[s] == WAITING:
+            queue.leave_waiting(queues, s)
+        sequences.state[s] = FINISHED
+        if queues.counters[BLOCKED] == s:  # its number may become another's
+            queues.counters[BLOCKED] = -1
+    if any_runs:
+        for i in range(queues.counters[RUNNING_SIZE]):
+            s = queues.running[i]
+            if sequences.state[s] == FINISHED:
+                finish(memory, sequences, s, block_size)
+        queue.drop_finished(sequences, queues)
 
 
 @compiled_in_place
