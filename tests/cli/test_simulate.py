@@ -802,9 +802,9 @@ def test_the_preset_prints_the_papers_figures_and_writes_them(
     arguments = ["--preset", "pagedattention-paper", "--seed", "2", "--json", "all.json"]
     outcome = simulate(*arguments)
     assert outcome.status == 0
-    assert re.search(r"figure 2 +Orca \(Max\) +token states +20\.40", outcome.out)
-    assert re.search(r"figure 13 +Orca \(Max\) +ShareGPT +7\.00", outcome.out)
-    assert re.search(r"figure 15 +vLLM +saved, 2 +6\.09", outcome.out)
+    assert re.search(r"\n2 +Orca \(Max\) +token states \(%\) +20\.40", outcome.out)
+    assert re.search(r"\n13 +Orca \(Max\) +ShareGPT batch +7\.00", outcome.out)
+    assert re.search(r"\n15 +vLLM +saved, 2 samples +\(%\) +6\.09", outcome.out)
     assert "of 24 figures within the bar." in outcome.out
     assert "fitted, not predicted: 36 ms and 0.29 ms" in " ".join(outcome.out.split())
     assert max(map(len, outcome.out.splitlines())) <= 80
@@ -812,13 +812,13 @@ def test_the_preset_prints_the_papers_figures_and_writes_them(
     assert found["settings"]["seed"] == 2
     assert found["settings"]["placement"] == "buddy"
     assert found["settings"]["num-blocks"] == 983
-    assert sum(remark.startswith("figure ") for remark in found["remarks"]) == 24 + 1
-    assert any("the paper has 96.30 %" in remark for remark in found["remarks"])
+    assert len(found["comparison"]) == 24
+    assert next(f["paper"] for f in found["comparison"] if f["system"] == "vLLM") == 96.3
     first = Path("all.json").read_bytes()
     assert simulate(*shlex.split(found["command"])[2:]).status == 0
     assert Path("all.json").read_bytes() == first
     other = simulate("--preset", "pagedattention-paper", "--seed", "3", "--json", "-")
-    assert json.loads(other.out)["remarks"][2:] != found["remarks"][2:]
+    assert json.loads(other.out)["comparison"] != found["comparison"]
 
 
 # Help and documentation.

@@ -9,11 +9,11 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from models.sample_results import nan_result, sample_result
+from models.sample_results import PAPER, nan_result, sample_result
 from pagedkv.simulate.headline import NO_PREFIX_IDS, headlines
 from pagedkv.simulate.metrics import CURVE_DEFINITIONS, METRICS
 from pagedkv.simulate.palette import STYLES
-from pagedkv.simulate.results import KINDS, PaperFigure
+from pagedkv.simulate.results import KINDS
 from pagedkv.simulate.table import explain, print_paper_comparison, print_result
 
 RESULT = sample_result(num_requests=60)
@@ -140,13 +140,6 @@ def test_explain_defines_every_metric() -> None:
     text = _words(_printed(explain))
     for definition in (*METRICS, *CURVE_DEFINITIONS):
         assert definition.definition in text
-
-
-PAPER = (
-    PaperFigure("figure 2", "Orca (Max)", "token states", "%", 20.4, 28.4, 8, "points"),
-    PaperFigure("figure 2", "vLLM", "token states", "%", 96.3, 95.9, 96, "at least"),
-    PaperFigure("figure 13", "vLLM", "requests", "", 30.0, 36.0, 25, "percent"),
-)
 
 
 def test_a_figure_at_its_bar_is_within_it_and_one_beyond_is_not() -> None:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from json import dumps
 from pathlib import Path
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pagedkv.simulate.model_geometry import ModelGeometry
-    from pagedkv.simulate.results import PaperFigure, SimulationResult
+    from pagedkv.simulate.results import SimulationResult
     from pagedkv.simulate.simulator import SimulationConfig
     from pagedkv.simulate.step_time import StepTime
     from pagedkv.simulate.trace import Trace
@@ -346,11 +346,10 @@ def simulate(
     _check_writable("--json", json)
     if report_path is not None and json is not None and _same_file(report_path, json):
         raise InvalidInput(f"--report and --json are both {json}: give two names")
-    figures = None
     with _progress(colour) as bars:
         if preset is not None:
             _refuse_with_preset(preset, typed)
-            result, figures = _run_preset(preset, seed, _command(context), bars)
+            result = _run_preset(preset, seed, _command(context), bars)
         else:
             given = _Given(
                 trace=trace,
@@ -382,10 +381,9 @@ def simulate(
             _refuse_conflicts(given, typed)
             result = _run(given, typed, _command(context), bars)
         bars.wait("writing")
-        in_files = replace(result, remarks=(*result.remarks, *map(_in_words, figures or ())))
-        _write(in_files, report_path, json)
+        _write(result, report_path, json)
     # Only now, so that a reader who closes the pipe early has the files all the same.
-    _print(result if json != STANDARD_OUTPUT else in_files, figures, report_path, json, console)
+    _print(result, report_path, json, console)
 
 
 @dataclass(frozen=True)
@@ -571,9 +569,7 @@ def _run(given: _Given, typed: dict[str, str], command: str, bars: _Bars) -> Sim
     )
 
 
-def _run_preset(
-    preset: str, seed: int, command: str, bars: _Bars
-) -> tuple[SimulationResult, list[PaperFigure]]:
+def _run_preset(preset: str, seed: int, command: str, bars: _Bars) -> SimulationResult:
     from pagedkv.simulate import paper
     from pagedkv.simulate.model_geometry import model_geometry
     from pagedkv.simulate.results import SimulationResult
@@ -596,7 +592,7 @@ def _run_preset(
         "seed": seed,
         "duration": f"{config.horizon_s:g}s",
     }
-    result = SimulationResult(
+    return SimulationResult(
         command=command,
         settings=settings | _memory_settings(paper.MODEL, geometry, memory, config),
         trace_name=f"{trace.name}, at {paper.SHAREGPT_RATE_PER_S:g} requests a second",
@@ -610,8 +606,8 @@ def _run_preset(
         schemes=comparison.schemes,
         curve=None,
         remarks=paper.REMARKS,
+        comparison=tuple(comparison.figures),
     )
-    return result, list(comparison.figures)
 
 
 def _trace(given: _Given, horizon_s: float) -> Trace:
@@ -826,7 +822,6 @@ def _write(result: SimulationResult, report: str | None, json: str | None) -> No
 
 def _print(
     result: SimulationResult,
-    figures: list[PaperFigure] | None,
     report: str | None,
     json: str | None,
     console: Console,
@@ -842,21 +837,13 @@ def _print(
         written = type(console)(stderr=True, color_system=None)
     else:
         table.print_result(result, console)
-        if figures is not None:
+        if result.comparison:
             console.print()
-            table.print_paper_comparison(figures, console)
+            table.print_paper_comparison(result.comparison, console)
         if json is not None:
             console.print(Text(f"Wrote {json}"))
     if report is not None:
         written.print(Text(f"Wrote {report}: open it in a browser"))
-
-
-def _in_words(figure: PaperFigure) -> str:
-    unit = f" {figure.unit}" if figure.unit else ""
-    return (
-        f"{figure.figure}, {figure.system}, {figure.quantity}: {figure.ours:.2f}{unit}, the paper "
-        f"has {figure.paper:.2f}{unit}"
-    )
 
 
 def _console(colour: bool, *, stderr: bool = False) -> Console:

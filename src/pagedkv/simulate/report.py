@@ -81,6 +81,7 @@ def report_html(result: SimulationResult) -> str:
             _map_section(result, figures),
             _requests_section(result, figures),
             _latency_section(result),
+            _comparison_section(result),
             _curve_section(result, figures),
             _numbers_section(result),
             _again_section(result),
@@ -284,6 +285,30 @@ def _curve_section(result: SimulationResult, figures: dict[str, Figure]) -> str:
             ),
         )
         + table,
+    )
+
+
+def _comparison_section(result: SimulationResult) -> str:
+    if not result.comparison:
+        return ""
+    heads = "".join(
+        f"<th scope=col>{head}</th>"
+        for head in ("figure", "system", "quantity", "paper", "here", "bar", "within")
+    )
+    rows = "".join(
+        f"<tr><td>{escape(row.figure)}</td><td>{escape(row.system)}</td>"
+        f"<td>{escape(row.quantity)}{_unit(row.unit)}</td>"
+        f"<td>{row.paper:,.2f}</td><td>{row.ours:,.2f}</td>"
+        f"<td>{escape(row.bar_in_words)}</td><td>{'yes' if row.within_bar else 'NO'}</td></tr>"
+        for row in result.comparison
+    )
+    within = sum(row.within_bar for row in result.comparison)
+    return _section(
+        "comparison",
+        "Beside the paper",
+        f"{within} of {len(result.comparison)} figures are within their bar.",
+        '<div class="scroll" tabindex="0" role="region" aria-label="Figures beside the paper">'
+        f'<table class="full"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>',
     )
 
 

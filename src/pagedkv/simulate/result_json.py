@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from pagedkv.simulate.headline import curve_bytes
@@ -58,8 +59,9 @@ KEYS: dict[str, str] = {
     "schemes[].memory_map.time_s[]": "When each snapshot (column) was taken.",
     "schemes[].memory_map.slots_per_row": "Neighbouring slots that one row stands for.",
     "schemes[].memory_map.kinds[]": "Names of the numbers in `kind`.",
-    "schemes[].memory_map.kind[][]": "Rows of snapshots: the kind of most slots of the row.",
-    "schemes[].memory_map.shared[][]": "1 where several sequences use most used slots of the row.",
+    "schemes[].memory_map.kind[][]": "Rows of snapshots: one of the kinds of the row's slots, "
+    "each in as many rows as its share.",
+    "schemes[].memory_map.shared[][]": "1 where several sequences use what is shown.",
     "curve": "The hit-rate curve; null where the trace has no prefix ids.",
     "curve.block_size": "Tokens of a block of the curve.",
     **{
@@ -72,6 +74,15 @@ KEYS: dict[str, str] = {
     "curve.smallest[].bytes": "The same in bytes; null where a token's size is not given.",
     "curve.blocks[]": "Sizes of memory at which the hit rate changes, thinned to a few thousand.",
     "curve.hit_rate[]": "Hit rate from that size on.",
+    "comparison[].figure": "A figure of the paper that a preset repeats.",
+    "comparison[].system": "The system that it is about.",
+    "comparison[].quantity": "What is compared.",
+    "comparison[].unit": "Unit of the numbers; empty for requests.",
+    "comparison[].paper": "The paper's number.",
+    "comparison[].ours": "The number of this simulation.",
+    "comparison[].bar": "How far they may be apart, or what ours must reach.",
+    "comparison[].bar_kind": "points (of the unit), percent (of the paper's), or at least.",
+    "comparison[].within_bar": "Whether it holds.",
 }
 """path -> meaning; `[]` stands for the items of a list, `*` for names that vary."""
 
@@ -112,6 +123,9 @@ def as_json(result: SimulationResult) -> dict[str, Any]:
         "remarks": list(result.remarks),
         "schemes": [_scheme(scheme) for scheme in result.schemes],
         "curve": None if result.curve is None else _curve(result.curve, result),
+        "comparison": [
+            asdict(figure) | {"within_bar": figure.within_bar} for figure in result.comparison
+        ],
     }
     plain: dict[str, Any] = _plain(content)
     return plain

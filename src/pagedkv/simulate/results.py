@@ -98,25 +98,6 @@ class HitRateCurve:
 
 
 @dataclass(frozen=True)
-class SimulationResult:
-    """Everything one `pagedkv simulate` found."""
-
-    command: str  # what to type to run it again
-    settings: dict[str, str | int | float | bool | None]  # every setting, in order, by flag name
-    trace_name: str
-    trace_format: str
-    num_requests: int
-    prompt_tokens: int
-    output_tokens: int
-    num_blocks: int
-    block_size: int
-    bytes_per_token: int | None  # None when only --num-blocks was given
-    schemes: tuple[SchemeResult, ...]
-    curve: HitRateCurve | None
-    remarks: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class PaperFigure:
     """One number of a published paper beside ours.
 
@@ -142,8 +123,35 @@ class PaperFigure:
         return self.ours - self.paper
 
     @property
+    def bar_in_words(self) -> str:
+        """How far ours may be from the paper's, for a narrow column."""
+        if self.bar_kind == "at least":
+            return f"min {self.bar:g}"
+        return f"± {self.bar:g}" + (" %" if self.bar_kind == "percent" else "")
+
+    @property
     def within_bar(self) -> bool:
         """Whether the difference is one that the bar allows (a bar met exactly is met)."""
         if self.bar_kind == "at least":
             return self.ours >= self.bar
         return abs(self.difference) <= self.bar
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """Everything one `pagedkv simulate` found."""
+
+    command: str  # what to type to run it again
+    settings: dict[str, str | int | float | bool | None]  # every setting, in order, by flag name
+    trace_name: str
+    trace_format: str
+    num_requests: int
+    prompt_tokens: int
+    output_tokens: int
+    num_blocks: int
+    block_size: int
+    bytes_per_token: int | None  # None when only --num-blocks was given
+    schemes: tuple[SchemeResult, ...]
+    curve: HitRateCurve | None
+    remarks: tuple[str, ...]
+    comparison: tuple[PaperFigure, ...] = ()  # a published experiment's figures beside these

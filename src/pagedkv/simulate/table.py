@@ -84,35 +84,30 @@ def explain(console: Console) -> None:
 def print_paper_comparison(rows: Sequence[PaperFigure], console: Console) -> None:
     """Print a paper's figures beside ours, with the difference and whether it is within the bar."""
     table = _table()
-    for heading in ("figure", "system", "quantity"):
+    for heading in ("fig.", "system", "quantity"):
         table.add_column(heading)
-    for heading in ("paper", "ours", "difference", "bar"):
+    for heading in ("paper", "ours", "off by", "bar"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     previous = None
     for row in rows:
         place = (row.figure, row.system)
         percent = row.bar_kind == "percent"
+        number = row.figure.removeprefix("figure ")
         table.add_row(
-            Text(row.figure if previous is None or previous[0] != row.figure else ""),
+            Text(number if previous is None or previous[0] != row.figure else ""),
             Text(row.system if previous != place else ""),
             Text(f"{row.quantity} ({row.unit})" if row.unit else row.quantity),
             f"{row.paper:,.2f}",
             f"{row.ours:,.2f}",
             f"{row.difference:+,.1f}{' %' if percent else ''}",
-            _writable(_bar_in_words(row), console),
+            _writable(row.bar_in_words, console),
             Text("yes", style="green") if row.within_bar else Text("NO", style="bold red"),
         )
         previous = place
     console.print(table)
     within = sum(row.within_bar for row in rows)
     _print(console, Text(f"{within} of {len(rows)} figures within the bar."))
-
-
-def _bar_in_words(row: PaperFigure) -> str:
-    if row.bar_kind == "at least":
-        return f"min {row.bar:g}"
-    return f"± {row.bar:g}" + (" %" if row.bar_kind == "percent" else "")
 
 
 def _table() -> Table:
