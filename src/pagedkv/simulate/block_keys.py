@@ -27,7 +27,8 @@ def sequence_keys(
     """Keys of all blocks of all sequences: sequence `r * num_samples + j` is sample j of request r.
 
     Returns each sequence's first key and number of keys, int64 [n], and the keys, uint64 [m, 2],
-    where a sequence's blocks are all that the K and V of its prompt and output fill.
+    where a sequence's blocks are all that the K and V of its prompt and output fill. A request
+    without ids, in a trace that has them, has no keys.
     """
     num_sequences = len(trace) * num_samples
     if not trace.has_prefix_ids:
@@ -35,6 +36,7 @@ def sequence_keys(
         return none, none, np.zeros((0, 2), dtype=np.uint64)
     computed = np.repeat(trace.prompt_tokens + trace.output_tokens - 1, num_samples)
     num_keys = computed // block_size
+    num_keys[np.repeat(np.diff(trace.prefix_offsets) == 0, num_samples)] = 0
     first_key = np.cumsum(num_keys) - num_keys
     keys = np.empty((int(num_keys.sum()), 2), dtype=np.uint64)
     covered = np.repeat(trace.prompt_tokens, num_samples)

@@ -47,6 +47,8 @@ def replay(
     for _ in range(max_steps):
         now_s = run.clock[NOW_S]
         start_s = running.next_work_s(run, sequences, queues)
+        if _let_leave(memory, sequences, queues, run, limits.block_size):
+            start_s = running.next_work_s(run, sequences, queues)
         if start_s == np.inf:
             return True
         if start_s > now_s:
@@ -70,11 +72,29 @@ def replay(
         if observed.is_snapshot_due(observation, now_s):
             _draw_map(memory, observation, now_s)
 
-        scheduler.commit(memory, sequences, queues, plan, limits)
+        first, stop = running.next_to_fail(run)
         run.clock[NOW_S] = end_s
+        if stop > first:
+            scheduler.end(memory, sequences, queues, run.failed[first:stop], limits.block_size)
+            continue
+        scheduler.commit(memory, sequences, queues, plan, limits)
         running.note_tokens(run, sequences, plan)
         _finish(memory, sequences, queues, plan, limits.block_size)
     return False
+
+
+@compiled_in_place
+def _let_leave(
+    memory: Memory, sequences: Sequences, queues: Queues, run: Run, block_size: int
+) -> bool:
+    """Whose clients go away now end, one request after the other; whether there were any."""
+    anybody = False
+    first, stop = running.next_to_leave(run)
+    while stop > first:
+        scheduler.end(memory, sequences, queues, run.cancelled[first:stop], block_size)
+        anybody = True
+        first, stop = running.next_to_leave(run)
+    return anybody
 
 
 @compiled_in_place

@@ -12,9 +12,11 @@ from pagedkv.scheduling import queues as queue
 from pagedkv.scheduling.queues import RUNNING_SIZE, WAITING_SIZE, Queues, Sequences
 from pagedkv.scheduling.scheduler import ADMITTED, FORKED, PREEMPTED, SCHEDULED, Plan
 from pagedkv.simulate.step_time import step_time_s
+from pagedkv.simulate.trace import Interruptions
 
 NEXT_ARRIVAL, STEPS, FINISHED_COUNT, OUTPUT_TOKENS, PEAK_RUNNING = 0, 1, 2, 3, 4
 PREEMPTIONS, RECOMPUTED, QUERIES_FIRST, HITS_FIRST, QUERIES_ALL, HITS_ALL = 5, 6, 7, 8, 9, 10
+NEXT_CANCELLED, NEXT_FAILED = 11, 12
 """Places in `Run.totals`. Queries and hits are tokens: of first admissions, and of all."""
 
 NOW_S, HORIZON_S = 0, 1
@@ -31,8 +33,13 @@ class Run(NamedTuple):
     finish_s: NDArray[np.float64]  # [sequences], NaN until then
     lost: NDArray[np.int64]  # [sequences], computed tokens given up at the last preemption
     step_time: NDArray[np.float64]  # see step_time.StepTime
+    cancelled: NDArray[np.int64]  # [k], sequences that leave, request after request
+    cancelled_s: NDArray[np.float64]  # [k], when
+    cancelled_with: NDArray[np.int64]  # [k], their request: its sequences leave together
+    failed: NDArray[np.int64]  # [j], sequences that end with a step that fails
+    failed_s: NDArray[np.float64]  # [j], when that begins
     clock: NDArray[np.float64]  # [2]
-    totals: NDArray[np.int64]  # [11]
+    totals: NDArray[np.int64]  # [13]
 
 
 def make_run(
@@ -42,9 +49,16 @@ def make_run(
     step_time: NDArray[np.float64],
     *,
     horizon_s: float,
+    interruptions: Interruptions | None = None,
+    request: NDArray[np.int64] | None = None,
 ) -> Run:
-    """A replay at time 0 that ends when all is done, or at `horizon_s`."""
+    """A replay at time 0 that ends when all is done, or at `horizon_s`.
+
+    `request` int64 [sequences] says which ones belong together; needed for `interruptions`.
+    """
     n = len(arrival_s)
+    cut = Interruptions() if interruptions is None else interruptions
+    of = np.arange(n) if request is None else request
     return Run(
         arrival_s=arrival_s,
         refused=refused,
@@ -53,8 +67,13 @@ def make_run(
         finish_s=np.full(n, np.nan),
         lost=np.zeros(n, dtype=np.int64),
         step_time=step_time,
+        cancelled=cut.cancelled,
+        cancelled_s=cut.cancelled_s,
+        cancelled_with=of[cut.cancelled],
+        failed=cut.failed,
+        failed_s=cut.failed_s,
         clock=np.array([0.0, horizon_s]),
-        totals=np.zeros(11, dtype=np.int64),
+        totals=np.zeros(13, dtype=np.int64),
     )
 
 
@@ -80,6 +99,32 @@ def next_work_s(run: Run, sequences: Sequences, queues: Queues) -> float:
     if i == len(run.arrival_s):
         return np.inf
     return min(float(run.arrival_s[i]), float(run.clock[HORIZON_S]))
+
+
+@compiled_in_place
+def next_to_leave(run: Run) -> tuple[int, int]:
+    """The range of `run.cancelled` that leaves now, one request's; empty if none does."""
+    first = int(run.totals[NEXT_CANCELLED])
+    stop = first
+    while (
+        stop < len(run.cancelled)
+        and run.cancelled_s[stop] <= run.clock[NOW_S]
+        and run.cancelled_with[stop] == run.cancelled_with[first]
+    ):
+        stop += 1
+    run.totals[NEXT_CANCELLED] = stop
+    return first, stop
+
+
+@compiled_in_place
+def next_to_fail(run: Run) -> tuple[int, int]:
+    """The range of `run.failed` that ends with the step that begins now; empty if it succeeds."""
+    first = int(run.totals[NEXT_FAILED])
+    stop = first
+    while stop < len(run.failed) and run.failed_s[stop] <= run.clock[NOW_S]:
+        stop += 1
+    run.totals[NEXT_FAILED] = stop
+    return first, stop
 
 
 @compiled_in_place

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagedkv.errors import BrokenLaw, InvalidInput
-from pagedkv.memory.allocation import make_memory
+from pagedkv.memory.allocation import Memory, make_memory
 from pagedkv.memory.laws import broken_laws
-from pagedkv.scheduling.limits import SchedulerConfig
-from pagedkv.scheduling.queues import make_queues, make_sequences
-from pagedkv.scheduling.scheduler import make_plan
+from pagedkv.scheduling.limits import Limits, SchedulerConfig
+from pagedkv.scheduling.queues import Queues, Sequences, make_queues, make_sequences
+from pagedkv.scheduling.scheduler import Plan, make_plan
 from pagedkv.simulate import contiguous, observation, paged, regions
 from pagedkv.simulate.block_keys import sequence_keys
 from pagedkv.simulate.hit_rate_curve import hit_rate_curve
@@ -133,58 +133,129 @@ def trace_curve(trace: Trace, *, block_size: int) -> HitRateCurve | None:
     return hit_rate_curve(prompt_keys, block_size=block_size)
 
 
-def _simulate_paged(
-    trace: Trace, config: SimulationConfig, progress: Progress | None
-) -> SchemeResult:
+@dataclass(frozen=True)
+class PagedReplay:
+    """A trace on its way through paged memory; `prepare_paged` makes one.
+
+    Sequences are the rows of the trace, each `num_samples` times.
+    """
+
+    memory: Memory
+    sequences: Sequences
+    queues: Queues
+    plan: Plan
+    limits: Limits
+    run: Run
+    observation: observation.Observation
+    refused: tuple[str, ...]
+    """Why, of each request that is not served."""
+    _slots: NDArray[np.float64] = field(default_factory=lambda: np.zeros(6), repr=False)
+
+    def advance(self, max_steps: int) -> bool:
+        """Replay up to `max_steps` steps; True when there is nothing left to do.
+
+        An idle time until somebody arrives counts as one. Raises nothing; `memory.laws` checks.
+        """
+        is_over: bool = paged.replay(
+            self.memory,
+            self.sequences,
+            self.queues,
+            self.plan,
+            self.limits,
+            self.run,
+            self.observation,
+            self._slots,
+            max_steps,
+        )
+        return is_over
+
+
+def prepare_paged(trace: Trace, config: SimulationConfig) -> PagedReplay:
+    """The replay of `trace` on paged memory, before its first step.
+
+    Raises `InvalidInput` where both the trace and `config` ask for several samples.
+    """
     samples, block_size = config.num_samples, config.block_size
+    if samples > 1 and (trace.has_samples or trace.interruptions is not None):
+        raise InvalidInput(
+            f"{trace.name} is a recorded run, with the answers that it has: leave num-samples at 1"
+        )
+    sample = np.tile(np.arange(samples), len(trace)) if trace.sample is None else trace.sample
+    leads = sample == 0
+    lead = np.flatnonzero(leads)
+    num_answers = np.diff(lead, append=len(sample))
+    request = np.repeat(lead, num_answers)
     total_tokens = _total_tokens(trace, samples)
     computed = total_tokens - 1  # the last token's K and V are never needed
     needed = -(-computed // block_size)
     longest = _longest(trace, config)
-    refused = (needed > config.num_blocks) | (total_tokens > longest)
+    most_seats = config.scheduler.max_num_seqs
+    does_not_fit = (needed > config.num_blocks) | (total_tokens > longest)
+    does_not_fit |= np.repeat(num_answers > most_seats, num_answers)
+    refused = np.repeat(np.logical_or.reduceat(does_not_fit, lead), num_answers)
     reasons = [
-        f"{_name(trace, s // samples)} needs {needed[s]} blocks, the whole memory has "
-        f"{config.num_blocks}"
-        if needed[s] > config.num_blocks
-        else _too_long(trace, s // samples, longest)
-        for s in np.flatnonzero(refused)[::samples]
+        _why_refused(trace, config, total_tokens, needed, first, int(count))
+        for first, count in zip(lead.tolist(), num_answers)
+        if refused[first]
     ]
     first_key = num_keys = keys = None
     if config.prefix_caching:
         first_key, num_keys, keys = sequence_keys(trace, block_size=block_size, num_samples=samples)
-    leads = np.arange(len(total_tokens)) % samples == 0
+    num_followers = np.zeros(len(sample), dtype=np.int64)
+    num_followers[lead] = num_answers - 1
     sequences = make_sequences(
         np.repeat(trace.prompt_tokens, samples),
         total_tokens,
-        num_followers=np.where(leads, samples - 1, 0),
+        num_followers=num_followers,
         first_key=first_key,
         num_keys=num_keys,
         keys=keys,
     )
     width = int(needed[~refused].max(initial=1))
-    seats = min(config.scheduler.max_num_seqs, len(total_tokens))
-    memory = make_memory(config.num_blocks, seats, width)
+    seats = min(most_seats, len(total_tokens))
     limits = config.scheduler.limits(num_blocks=config.num_blocks, block_size=block_size)
-    limits = limits._replace(max_num_seqs=seats)
-    queues = make_queues(len(total_tokens), seats)
-    plan = make_plan(seats, width)
-    run = _make_run(trace, config, refused, ~leads)
-    seen = _make_observation(trace, config)
-    slots = np.zeros(6)
-    while not paged.replay(
-        memory, sequences, queues, plan, limits, run, seen, slots, _STEPS_AT_ONCE
-    ):
-        _report(progress, "paged", run, config)
-    broken = broken_laws(memory, block_size)
+    return PagedReplay(
+        memory=make_memory(config.num_blocks, seats, width),
+        sequences=sequences,
+        queues=make_queues(len(total_tokens), seats),
+        plan=make_plan(seats, width),
+        limits=limits._replace(max_num_seqs=seats),
+        run=_make_run(trace, config, refused, ~leads, request),
+        observation=_make_observation(trace, config),
+        refused=tuple(reasons),
+    )
+
+
+def _simulate_paged(
+    trace: Trace, config: SimulationConfig, progress: Progress | None
+) -> SchemeResult:
+    replay = prepare_paged(trace, config)
+    while not replay.advance(_STEPS_AT_ONCE):
+        _report(progress, "paged", replay.run, config)
+    broken = broken_laws(replay.memory, config.block_size)
     if broken:
         raise BrokenLaw(broken)
     caching = config.prefix_caching and trace.has_prefix_ids
-    return _result("paged", None, trace, config, run, seen, reasons, caching=caching)
+    return _result(
+        "paged",
+        None,
+        trace,
+        config,
+        replay.run,
+        replay.observation,
+        list(replay.refused),
+        caching=caching,
+    )
 
 
 def _simulate_contiguous(
     trace: Trace, config: SimulationConfig, scheme: str, progress: Progress | None
 ) -> SchemeResult:
+    if trace.interruptions is not None:
+        raise InvalidInput(
+            f"{trace.name} is to be repeated step by step, which is only the same run on paged "
+            f"memory: leave out scheme {scheme}"
+        )
     samples = config.num_samples
     policy = regions.PLACEMENTS[config.placement]
     total_tokens = _total_tokens(trace, samples)
@@ -261,18 +332,48 @@ def _next_power_of_two(values: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _total_tokens(trace: Trace, samples: int) -> NDArray[np.int64]:
-    return np.repeat(trace.prompt_tokens + trace.output_tokens, samples)
+    total: NDArray[np.int64] = trace.prompt_tokens + trace.output_tokens
+    if trace.interruptions is not None:  # these wanted more: what ends them is no last token
+        total[trace.interruptions.cancelled] += 1
+        total[trace.interruptions.failed] += 1
+    return np.repeat(total, samples)
 
 
 def _longest(trace: Trace, config: SimulationConfig) -> int:
     if config.max_model_len is not None:
         return config.max_model_len
-    return int((trace.prompt_tokens + trace.output_tokens).max())
+    return int(_total_tokens(trace, 1).max())
+
+
+def _why_refused(
+    trace: Trace,
+    config: SimulationConfig,
+    total_tokens: NDArray[np.int64],
+    needed: NDArray[np.int64],
+    first: int,
+    num_answers: int,
+) -> str:
+    """Why the request whose sequences are `first` to `first + num_answers` is not served."""
+    rows = slice(first, first + num_answers)
+    longest = first + int(total_tokens[rows].argmax())
+    row = longest // config.num_samples
+    if needed[rows].max() > config.num_blocks:
+        return (
+            f"{_name(trace, row)} needs {needed[longest]} blocks, the whole memory has "
+            f"{config.num_blocks}"
+        )
+    if num_answers > config.scheduler.max_num_seqs:
+        return (
+            f"{_name(trace, row)} has {num_answers} answers, which run at once, and max-num-seqs "
+            f"is {config.scheduler.max_num_seqs}"
+        )
+    return _too_long(trace, row, _longest(trace, config))
 
 
 def _name(trace: Trace, request: int) -> str:
     tokens = int(trace.prompt_tokens[request] + trace.output_tokens[request])
-    return f"request {request + 1} ({tokens:,} tokens, at {trace.arrival_s[request]:.1f} s)"
+    number = request + 1 if trace.sample is None else int((trace.sample[: request + 1] == 0).sum())
+    return f"request {number} ({tokens:,} tokens, at {trace.arrival_s[request]:.1f} s)"
 
 
 def _too_long(trace: Trace, request: int, longest: int) -> str:
@@ -284,6 +385,7 @@ def _make_run(
     config: SimulationConfig,
     refused: NDArray[np.bool_],
     follows: NDArray[np.bool_],
+    request: NDArray[np.int64] | None = None,
 ) -> Run:
     return make_run(
         np.repeat(trace.arrival_s, config.num_samples),
@@ -291,6 +393,8 @@ def _make_run(
         follows,
         config.step_time.params(),
         horizon_s=config.horizon_s,
+        interruptions=trace.interruptions,
+        request=request,
     )
 
 

@@ -2,10 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+def _no_rows() -> NDArray[np.int64]:
+    return np.zeros(0, dtype=np.int64)
+
+
+def _no_times() -> NDArray[np.float64]:
+    return np.zeros(0, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Interruptions:
+    """What ended requests before their time, where a recorded run is repeated step by step.
+
+    `cancelled` int64 [k] are rows of the trace whose client went away at `cancelled_s`
+    float64 [k], in the order in which they left. `failed` int64 [j] are rows that ended with
+    the step that began at `failed_s` float64 [j] and failed. Times never decrease.
+    """
+
+    cancelled: NDArray[np.int64] = field(default_factory=_no_rows)
+    cancelled_s: NDArray[np.float64] = field(default_factory=_no_times)
+    failed: NDArray[np.int64] = field(default_factory=_no_rows)
+    failed_s: NDArray[np.float64] = field(default_factory=_no_times)
+
+    def first(self, num_rows: int) -> Interruptions:
+        """Those of the first `num_rows` rows."""
+        left, failed = self.cancelled < num_rows, self.failed < num_rows
+        return Interruptions(
+            self.cancelled[left], self.cancelled_s[left], self.failed[failed], self.failed_s[failed]
+        )
 
 
 @dataclass(frozen=True)
@@ -20,8 +51,15 @@ class Trace:
     of its prompt, the last one possibly for fewer. Equal ids at equal places after equal ids
     mean an equal prefix. `granularity` is 0, and both arrays say nothing, where the trace
     has no prefix ids.
+    A request without ids in a trace that has them is one of which nothing is kept or found.
     `covers_output`: the ids go on over the output tokens too (a recorded run).
     `remarks`: what the reader had to do to the file, a line each, for the user to read.
+    `sample` int64 [n], or None where all are 0: a row whose sample is k is a further answer to
+    the prompt of the row k before it, and begins by sharing its blocks.
+    `interruptions`: of a run that is repeated by its steps; a request that is interrupted has
+    the output tokens that it had got until then, maybe 0.
+    `recorded_with`: the settings of the engine that a recorded run had, by the names of the
+    options of `pagedkv simulate`; None for other traces.
     """
 
     name: str
@@ -35,6 +73,9 @@ class Trace:
     granularity: int = 0
     covers_output: bool = False
     remarks: tuple[str, ...] = ()
+    sample: NDArray[np.int64] | None = None
+    interruptions: Interruptions | None = None
+    recorded_with: Mapping[str, int | float | bool] | None = None
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -42,6 +83,9 @@ class Trace:
     def first(self, num_requests: int) -> Trace:
         """The trace of its first `num_requests` requests, or of all where it has fewer."""
         n = min(num_requests, len(self))
+        if self.sample is not None:
+            begins = np.append(np.flatnonzero(self.sample == 0), len(self))
+            n = int(begins[min(num_requests, len(begins) - 1)])
         return replace(
             self,
             arrival_s=self.arrival_s[:n],
@@ -50,9 +94,21 @@ class Trace:
             session=self.session[:n],
             prefix_ids=self.prefix_ids[: self.prefix_offsets[n]],
             prefix_offsets=self.prefix_offsets[: n + 1],
+            sample=None if self.sample is None else self.sample[:n],
+            interruptions=None if self.interruptions is None else self.interruptions.first(n),
         )
 
     @property
     def has_prefix_ids(self) -> bool:
         """Whether prefix hits can be known at all."""
         return self.granularity > 0
+
+    @property
+    def num_requests(self) -> int:
+        """Requests; one with several answers has as many rows."""
+        return len(self) if self.sample is None else int((self.sample == 0).sum())
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether some requests have several answers."""
+        return self.sample is not None and bool(self.sample.any())

@@ -30,6 +30,7 @@ class Kind(Enum):
     LABEL = "label"  # any name or number; int64 code, -1 for none, one numbering for all fields
     IDS = "ids"  # a list of prefix ids; ragged uint64
     FLAG = "flag"  # true or false; int64 1 or 0
+    SETTINGS = "settings"  # numbers and flags by name, those of the first line that has any
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Table:
     `line` int64 [n], 1-based line in the file. `columns`: by field name, [n], the dtypes that
     `Kind` tells. `present`: by the name of an optional field, bool [n].
     `ids` uint64 [m] and `id_offsets` int64 [n + 1]: the ragged column of kind IDS.
-    `labels`: the code of each label.
+    `labels`: the code of each label. `settings`: what the field of kind SETTINGS says.
     """
 
     line: NDArray[np.int64]
@@ -57,6 +58,7 @@ class Table:
     ids: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     id_offsets: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
     labels: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, int | float | bool] | None = None
 
     def __len__(self) -> int:
         return len(self.line)

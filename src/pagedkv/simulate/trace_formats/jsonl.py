@@ -62,6 +62,7 @@ def read_jsonl(content: bytes, fields: tuple[Field, ...], file: str) -> Table:
     present = {f.name: bytearray() for f in fields if f.optional}
     labels: dict[str, int] = {}
     ids = _Ids()
+    settings: dict[str, int | float | bool] | None = None
     for number, line in enumerate(io.BytesIO(content), start=1):
         if not line.strip():
             continue
@@ -79,6 +80,9 @@ def read_jsonl(content: bytes, fields: tuple[Field, ...], file: str) -> Table:
                     columns[name].append(ids.append(value))
                 elif kind is Kind.LABEL:
                     columns[name].append(_label_code(value, labels))
+                elif kind is Kind.SETTINGS:
+                    if value is not None and settings is None:
+                        settings = _settings(value)
                 elif value is None:
                     columns[name].append(0)
                 elif kind is Kind.COUNT:
@@ -96,6 +100,7 @@ def read_jsonl(content: bytes, fields: tuple[Field, ...], file: str) -> Table:
         ids=np.array(ids.flat, np.uint64),
         id_offsets=np.array(ids.offsets, np.int64),
         labels=labels,
+        settings=settings,
     )
 
 
@@ -165,3 +170,12 @@ def _flag(value: object) -> int:
     if value is not True and value is not False:
         raise BadValue(f"{shown(value)} is neither true nor false")
     return int(value)
+
+
+def _settings(value: object) -> dict[str, int | float | bool]:
+    if not isinstance(value, dict):
+        raise BadValue(f"{shown(value)} is not an object of settings")
+    for name, setting in value.items():
+        if type(setting) not in (int, float, bool):
+            raise BadValue(f"{name} is {shown(setting)}, not a number or true or false")
+    return value

@@ -23,6 +23,7 @@ from pagedkv.simulate.trace_formats.fields import (
     TraceFormat,
     missing,
 )
+from pagedkv.simulate.trace_formats.recorded import FIELDS
 from pagedkv.simulate.trace_formats.source import display_name
 
 
@@ -59,6 +60,7 @@ PLAIN = TraceFormat(
         Field("prefix_ids", Kind.IDS, optional=True),
         Field("prefix_granularity", Kind.COUNT, optional=True),
         Field("covers_output", Kind.FLAG, optional=True),
+        *FIELDS,
     ),
     arrival="arrival_s",
     prompt="prompt_tokens",
@@ -75,8 +77,11 @@ def write_trace(trace: Trace, path: str) -> None:
 
     The file appears whole or not at all: it is written beside its place and then moved there.
     Reading it back gives the same columns; sessions are numbered anew, by first appearance.
-    Raises TraceError where the place cannot be written to.
+    Raises TraceError where the place cannot be written to, and for a trace that was read by its
+    steps, which no longer knows its seconds.
     """
+    if trace.interruptions is not None:
+        raise TraceError("a run read by its steps is not written", file=display_name(path))
     if len(trace) == 0:
         raise TraceError("a trace without requests is not written", file=display_name(path))
     place = Path(path)
@@ -104,15 +109,24 @@ def write_trace(trace: Trace, path: str) -> None:
 def _lines(trace: Trace) -> Iterator[bytes]:
     offsets = trace.prefix_offsets.tolist()
     columns = (trace.arrival_s, trace.prompt_tokens, trace.output_tokens, trace.session)
-    for i, (arrival_s, prompt, output, session) in enumerate(
-        zip(*(column.tolist() for column in columns), strict=True)
+    samples = [0] * len(trace) if trace.sample is None else trace.sample.tolist()
+    request = -1
+    for i, (arrival_s, prompt, output, session, sample) in enumerate(
+        zip(*(column.tolist() for column in columns), samples, strict=True)
     ):
         line = {"arrival_s": arrival_s, "prompt_tokens": prompt, "output_tokens": output}
+        if trace.sample is not None:
+            request += sample == 0
+            line |= {"request": request, "sample": sample}
+        if trace.recorded_with is not None and i == 0:
+            line["engine"] = dict(trace.recorded_with)
         if session >= 0:
             line["session"] = session
         if trace.has_prefix_ids:
             line["prefix_granularity"] = trace.granularity
             if trace.covers_output:
                 line["covers_output"] = True
+            if offsets[i] == offsets[i + 1]:
+                line["unshared"] = True
             line["prefix_ids"] = trace.prefix_ids[offsets[i] : offsets[i + 1]].tolist()
         yield json.dumps(line, separators=(",", ":")).encode() + b"\n"

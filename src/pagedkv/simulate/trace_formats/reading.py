@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from pagedkv.errors import TraceError
 from pagedkv.simulate.trace import Trace
+from pagedkv.simulate.trace_formats import recorded
 from pagedkv.simulate.trace_formats.csv_lines import read_csv
 from pagedkv.simulate.trace_formats.detection import detect_format
 from pagedkv.simulate.trace_formats.fields import Container, Table, TraceFormat
@@ -16,29 +17,45 @@ from pagedkv.simulate.trace_formats.source import display_name, read_decompresse
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def read_trace(path: str) -> Trace:
+def read_trace(path: str, *, by_step: bool = False) -> Trace:
     """Read the trace at `path` ("-": standard input), whatever format and compression it has.
+
+    `by_step` reads the recording of a run by its steps, for it to be repeated: a second of the
+    trace is a step, and whoever was cancelled or failed is told with its step.
 
     Times become seconds since the first request. Requests whose times go backwards are sorted,
     those that failed are left out, and `remarks` says so. Prefix ids are numbered by first
     appearance. Raises TraceError with file, line and field where something is wrong, also where
-    no usable request is left.
+    no usable request is left, or where there are no steps.
     """
     file = display_name(path)
     content = read_decompressed(path).removeprefix(_BYTE_ORDER_MARK)
     found = detect_format(content, file)
     read = read_csv if found.container is Container.CSV else read_jsonl
-    return _trace(found, read(content, found.fields, file), name=trace_name(path), file=file)
+    return _trace(
+        found, read(content, found.fields, file), name=trace_name(path), file=file, by_step=by_step
+    )
 
 
-def _trace(known: TraceFormat, table: Table, *, name: str, file: str) -> Trace:
+def _trace(known: TraceFormat, table: Table, *, name: str, file: str, by_step: bool) -> Trace:
     if len(table) == 0:
         raise TraceError("has a header and no requests", file=file)
     sessions = known.sessions(table, file) if known.sessions else np.full(len(table), -1)
-    keep, remarks = _usable(known, table, file)
+    keep, remarks = _usable(known, table, file, by_step=by_step)
     granularity, covers_output = _check_ids(known, table, keep, file)
+    is_recorded = recorded.is_recorded(table)
+    time = table.columns[known.arrival]
+    if by_step:
+        if not is_recorded:
+            problem = "is not the recording of a run, and only such a run has steps to go by"
+            raise TraceError(problem, file=file)
+        recorded.require(table, "arrival_step", file)
+        time = table.columns["arrival_step"].astype(np.float64)
+    if is_recorded:
+        keep = recorded.in_order(table, keep, time, file)
+        remarks += recorded.missing_remark(table)
 
-    arrival = table.columns[known.arrival][keep]
+    arrival = time[keep]
     backwards = np.diff(arrival) < 0
     if np.any(backwards):
         line = int(table.line[keep][1:][np.argmax(backwards)])
@@ -48,12 +65,12 @@ def _trace(known: TraceFormat, table: Table, *, name: str, file: str) -> Trace:
             f"{line}: requests were sorted by arrival"
         )
         keep = keep[np.argsort(arrival, kind="stable")]
-        arrival = table.columns[known.arrival][keep]
+        arrival = time[keep]
     ids, offsets = _take_lists(table.ids, table.id_offsets, keep)
     return Trace(
         name=name,
         format=known.name,
-        arrival_s=(arrival - arrival[0]) / known.units_per_second,
+        arrival_s=arrival if by_step else (arrival - arrival[0]) / known.units_per_second,
         prompt_tokens=table.columns[known.prompt][keep],
         output_tokens=table.columns[known.output][keep],
         session=sessions[keep],
@@ -62,22 +79,33 @@ def _trace(known: TraceFormat, table: Table, *, name: str, file: str) -> Trace:
         granularity=granularity,
         covers_output=covers_output,
         remarks=tuple(remarks),
+        sample=table.columns["sample"][keep] if is_recorded else None,
+        interruptions=recorded.interruptions(table, keep) if by_step else None,
+        recorded_with=table.settings,
     )
 
 
-def _usable(known: TraceFormat, table: Table, file: str) -> tuple[NDArray[np.int64], list[str]]:
+def _usable(
+    known: TraceFormat, table: Table, file: str, *, by_step: bool
+) -> tuple[NDArray[np.int64], list[str]]:
     """The rows of requests that count, int64 [k], and what there is to say about the others."""
     prompt, output = table.columns[known.prompt], table.columns[known.output]
     failed = output == 0
     remarks = []
-    if np.any(failed):
-        if not known.fails_with_no_output:
-            line = int(table.line[np.argmax(failed)])
+    cut_short = recorded.was_cut_short(table)
+    if not known.fails_with_no_output:
+        wrong = failed & ~cut_short
+        if np.any(wrong):
+            line = int(table.line[np.argmax(wrong)])
             raise TraceError("must be at least 1", file=file, line=line, field=known.output)
+    if by_step:
+        failed = np.zeros_like(failed)  # what they did until then is repeated
+    if np.any(failed):
         count = int(failed.sum())
         line = int(table.line[np.argmax(failed)])
+        kind = "failed" if known.fails_with_no_output else "cancelled or failed"
         remarks.append(
-            f"{count} failed {'request' if count == 1 else 'requests'} (0 output tokens) left "
+            f"{count} {kind} {'request' if count == 1 else 'requests'} (0 output tokens) left "
             f"out, first on line {line}"
         )
         if count == len(table):
@@ -114,8 +142,9 @@ def _check_ids(
         tokens = tokens + table.columns[known.output][keep]
     needed = -(-tokens // granularity)
     has = np.diff(table.id_offsets)[keep]
-    if np.any(has != needed):
-        bad = int(np.argmax(has != needed))
+    wrong = (has != needed) & ~((has == 0) & recorded.is_unshared(table)[keep])
+    if np.any(wrong):
+        bad = int(np.argmax(wrong))
         problem = (
             f"has {has[bad]} ids, {tokens[bad]} tokens need {needed[bad]} "
             f"(one for each {granularity}, the last one maybe for fewer)"
