@@ -20,6 +20,7 @@ from pagedkv.engine.logprobs import TokenLogprob, prompt_logprobs
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.outputs import Chunk, Completion, Generation
 from pagedkv.engine.random_stream import request_seed
+from pagedkv.engine.recording import Answer, Arrival, Cut, Recorder
 from pagedkv.engine.sampling import SamplerState, sample
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.stopping import Finish, OutputText, Progress, output_limit
@@ -67,6 +68,7 @@ class Request:
         self.max_new_tokens = max_new_tokens
         self.listener = listener
         self.samples: list[_Sample] = []
+        self.arrival: Arrival | None = None
         self.num_cached_tokens: int | None = None
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         if params.prompt_logprobs is not None:
@@ -92,7 +94,7 @@ class Request:
 class _Sample:
     """One answer that is being written."""
 
-    __slots__ = ("index", "logprobs", "output", "request", "sequence", "state", "token_ids")
+    __slots__ = ("cut", "index", "logprobs", "output", "request", "sequence", "state", "token_ids")
 
     def __init__(
         self, request: Request, index: int, sequence: int, state: SamplerState, output: OutputText
@@ -102,6 +104,7 @@ class _Sample:
         self.sequence = sequence
         self.state = state
         self.output = output
+        self.cut: Cut | None = None
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None
         if request.params.logprobs is not None:
@@ -152,8 +155,8 @@ class Engine:
     """A model, its blocks and its scheduler.
 
     Not thread-safe: one thread at a time. `end_token_ids` end an answer by themselves; `seed`
-    gives requests without a seed of their own a stream each. `clock` tells seconds, for the
-    statistics only.
+    gives requests without a seed of their own a stream each. `recorder` writes the run down.
+    `clock` tells seconds, for the statistics and the recording only.
     """
 
     def __init__(
@@ -168,6 +171,7 @@ class Engine:
         texts: TokenTexts | None,
         end_token_ids: frozenset[int],
         seed: int = 0,
+        recorder: Recorder | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
@@ -183,7 +187,9 @@ class Engine:
         self.end_token_ids = end_token_ids
         self._texts = texts
         self._seed = seed
+        self._recorder = recorder
         self._clock = clock
+        self._start_s = clock()
         self._samples: dict[int, _Sample] = {}  # by sequence
         self._num_requests = 0
         self._output_tokens = 0
@@ -242,6 +248,13 @@ class Engine:
             request.samples.append(made)
             self._samples[sequence] = made
         self._num_requests += 1
+        if self._recorder is not None:
+            request.arrival = self._recorder.arrived(
+                s=self._clock() - self._start_s,
+                step=self.scheduler.num_steps,
+                namespace=namespace,
+                is_shared=params.prompt_logprobs is None,
+            )
         return request
 
     def cancel(self, request: Request) -> None:
@@ -249,7 +262,7 @@ class Engine:
         going_on = [s for s in request.samples if not s.is_finished]
         if going_on:
             self.scheduler.cancel([s.sequence for s in going_on])
-            self._drop(going_on)
+            self._drop(going_on, Cut(self.scheduler.num_steps))
 
     def step(self) -> None:
         """Compute one step, and tell listeners what it brought.
@@ -277,7 +290,8 @@ class Engine:
                     sampled = sample(logits, [s.state for s in due])
                     token_ids, logprobs = sampled.token_ids, sampled.logprobs
         except BaseException:
-            self._drop([self._samples[s] for s in self.scheduler.abandon()])
+            failed = Cut(self.scheduler.num_steps - 1, by_failure=True)
+            self._drop([self._samples[s] for s in self.scheduler.abandon()], failed)
             raise
         self.scheduler.commit(token_ids)
         finished: list[int] = []
@@ -292,8 +306,7 @@ class Engine:
                 finished.append(member.sequence)
         if finished:
             self.scheduler.finish(finished)
-            for sequence in finished:
-                del self._samples[sequence]
+            self._record([self._samples.pop(sequence) for sequence in finished])
         self._output_tokens += len(due)
         self._forward_s += forward_s
         self._step_s += self._clock() - start_s
@@ -382,8 +395,20 @@ class Engine:
             skip_special_tokens=params.skip_special_tokens, prompt_ids=prompt_ids
         )
 
-    def _drop(self, samples: list[_Sample]) -> None:
+    def _drop(self, samples: list[_Sample], cut: Cut) -> None:
         """Nobody goes on with these samples: their sequences are gone."""
         for member in samples:
             del self._samples[member.sequence]
+            member.cut = cut
             member.tell(member.output.abort(), (), None)
+        self._record(samples)
+
+    def _record(self, ended: list[_Sample]) -> None:
+        """Write down the requests that ended with these samples."""
+        if self._recorder is None:
+            return
+        for request in dict.fromkeys(member.request for member in ended):
+            if request.is_finished and request.arrival is not None:
+                answers = [Answer(s.index, s.token_ids, s.cut) for s in request.samples]
+                self._recorder.ended(request.arrival, request.prompt_ids, answers)
+        self._recorder.flush()

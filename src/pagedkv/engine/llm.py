@@ -18,6 +18,7 @@ from pagedkv.engine.loading import ModelSource, check_fits, load_model, load_tok
 from pagedkv.engine.memory_budget import MemoryBudget, format_bytes, plan_memory
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.outputs import Chunk, Generation
+from pagedkv.engine.recording import Recorder
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.errors import InvalidInput
 from pagedkv.memory.block_key import Namespace
@@ -39,8 +40,10 @@ class LLM:
     `max_model_len`: longest sequence, prompt and answer; the model's own maximum unless given.
     `max_num_seqs` and `max_num_batched_tokens` bound a step; longer prompts are computed in
     chunks. `tokenizer` is loaded with the model unless given; with a loaded model and none,
-    prompts and answers are token ids. `announce` is told in one line each what the memory is
-    worth and what packing the weights costs: `print` shows them.
+    prompts and answers are token ids. `record` names a new file to which the run is written, for
+    `pagedkv simulate` to repeat: times, lengths and who shares a prefix with whom, never token
+    ids or text. `announce` is told in one line each what the memory is worth and what packing
+    the weights costs: `print` shows them.
 
     Raises `InvalidInput`, one line, for what cannot be: a folder without a model, a model that
     needs more memory than there is, an architecture that would not run right.
@@ -64,6 +67,7 @@ class LLM:
         prefix_caching: bool = True,
         pack_weights: bool = True,
         seed: int = 0,
+        record: str | os.PathLike[str] | None = None,
         announce: Callable[[str], object] | None = None,
     ) -> None:
         config = SchedulerConfig(
@@ -96,6 +100,22 @@ class LLM:
         ends = paged.end_token_ids
         if not ends and tokenizer is not None and tokenizer.eos_token_id is not None:
             ends = frozenset([int(tokenizer.eos_token_id)])
+        self._recorder = None
+        if record is not None:
+            self._recorder = Recorder(
+                record,
+                block_size=block_size,
+                settings={
+                    "num-blocks": self.budget.num_blocks,
+                    "block-size": block_size,
+                    "max-model-len": self.max_model_len,
+                    "prefix-caching": prefix_caching,
+                    "max-num-seqs": config.max_num_seqs,
+                    "max-num-batched-tokens": config.max_num_batched_tokens,
+                    "chunked-prefill": config.chunked_prefill,
+                    "watermark": config.watermark,
+                },
+            )
         self._engine = Engine(
             paged,
             num_blocks=self.budget.num_blocks,
@@ -106,6 +126,7 @@ class LLM:
             texts=None if tokenizer is None else TokenTexts(tokenizer),
             end_token_ids=ends,
             seed=seed,
+            recorder=self._recorder,
         )
         self._driving = _Driving(self._engine)
 
@@ -200,8 +221,13 @@ class LLM:
             engine.scheduler.verify()
 
     def close(self) -> None:
-        """Stop the thread that serves streams, if there is one; what goes on is cancelled."""
+        """Stop the thread that serves streams, if there is one; what goes on is cancelled.
+
+        Raises `InvalidInput` if the recording could not be written.
+        """
         self._driving.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def __enter__(self) -> LLM:
         return self
