@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pagedkv.engine.beam_search import BeamSearch, BeamSearchParams, BeamSequence
+from pagedkv.engine.logprobs import log_probabilities
 from pagedkv.errors import InvalidInput
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -43,8 +44,8 @@ def search_with(model: Any, params: BeamSearchParams, eos: tuple[int, ...]) -> l
     beams = [PROMPT]
     while True:
         with torch.no_grad():
-            logits = model(torch.tensor(beams)).logits[:, -1].float()
-        step = search.advance(logits.log_softmax(-1).numpy())
+            logits = model(torch.tensor(beams)).logits[:, -1]
+        step = search.advance(log_probabilities(logits.numpy()))
         if step is None:
             return search.best()
         beams = [

@@ -218,6 +218,16 @@ def test_bytes_of_a_byte_fallback_tokenizer_are_shown_when_their_run_ends() -> N
     assert "".join(pieces_of(stream, [*good, good[0]])) == BROKEN * 7
 
 
+def test_an_id_that_the_tokenizer_does_not_know_is_not_there_at_all() -> None:
+    """Models have more rows than their tokenizers have tokens. It does not end a run of bytes."""
+    tokenizer = byte_fallback()
+    vocabulary = tokenizer.get_vocab()
+    first, second = (vocabulary[f"<0x{byte:02X}>"] for byte in "é".encode())
+    stream = TokenTexts(tokenizer).stream()
+    assert pieces_of(stream, [first, 10**6, second]) == ["", "", "", "é"]
+    assert pieces_of(TokenTexts(byte_level()).stream(), [10**6]) == ["", ""]
+
+
 @pytest.mark.parametrize("kind", [byte_fallback, metaspace], ids=lambda kind: kind.__name__)
 @given(data=st.data(), skips=st.booleans())
 def test_behind_a_prompt_the_first_space_is_kept(

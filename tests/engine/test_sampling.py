@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from models.sampling_model import distribution, penalised
 from pagedkv.engine.largest import largest, largest_values
-from pagedkv.engine.logprobs import prompt_logprobs, token_logprobs
+from pagedkv.engine.logprobs import log_probabilities, prompt_logprobs, token_logprobs
 from pagedkv.engine.random_stream import random_words, request_seed, uniforms
-from pagedkv.engine.sampling import NotFinite, SamplerState, sample
+from pagedkv.engine.sampling import NotFinite, SamplerState, adjust_logits, sample
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.token_counts import TokenCounts
 
@@ -161,12 +161,17 @@ def test_a_long_row_is_drawn_from_like_a_short_one(options: dict[str, Any]) -> N
         assert abs(by_place[i] - 1000 * probability) < 5 * deviation
 
 
+@pytest.mark.parametrize("step", [0.1, 0.5])
 @pytest.mark.parametrize(
-    "options", [{"top_p": 0.9}, {"top_k": 3000}, {"top_k": 5, "top_p": 0.999}], ids=str
+    "options",
+    [{"top_p": 0.9}, {"top_k": 3000}, {"top_k": 5, "top_p": 0.9}, {"top_k": 200, "top_p": 0.3}],
+    ids=str,
 )
-def test_filters_that_keep_more_than_the_candidates_look_at_all(options: dict[str, Any]) -> None:
-    """Flat logits: what is kept does not end among the first few hundred."""
-    logits = np.round(made_logits(1, 20_000, scale=0.5)[0], 1)  # many ties
+def test_filters_that_keep_more_than_the_candidates_look_at_all(
+    options: dict[str, Any], step: float
+) -> None:
+    """Flat logits full of ties: what is kept does not end among the first few hundred."""
+    logits = (np.round(made_logits(1, 20_000, scale=0.5)[0] / step) * step).astype(np.float32)
     params = SamplingParams(**options)
     expected = np.array(distribution(logits.tolist(), params))
     rows = np.broadcast_to(logits, (300, len(logits)))
@@ -218,6 +223,21 @@ def test_a_token_of_probability_0_is_never_drawn() -> None:
     logits = [-math.inf, 0.0, -math.inf, -math.inf, 0.0, -math.inf]
     for options in ({}, {"top_p": 0.99}, {"top_k": 5}, {"top_p": 0.999, "top_k": 6}):
         assert set(draw(logits, SamplingParams(**options), 3000)) == {1, 4}
+
+
+@pytest.mark.parametrize("options", [{}, {"min_p": 0.5}, {"top_p": 0.999}, {"top_k": 7}], ids=str)
+@pytest.mark.parametrize("number, token_id", [(0.0, 3), (1 - 2.0**-53, 41)])
+def test_the_smallest_and_the_largest_number_give_the_first_and_the_last_token(
+    options: dict[str, Any], number: float, token_id: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = np.full((2, 60), -np.inf, dtype=np.float32)
+    logits[:, [3, 5, 41]] = 0.1
+    monkeypatch.setattr("pagedkv.engine.sampling.uniforms", lambda *_: np.full(2, number))
+    states = [state_of(SamplingParams(**options)) for _ in range(2)]
+    (found,) = {int(i) for i in sample(logits, states).token_ids}
+    assert found in (3, 5, 41)
+    if "top_p" in options or "top_k" in options:  # else blocks, no runs of neighbours, come first
+        assert found == token_id
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -355,8 +375,10 @@ def test_penalties_are_those_of_an_obvious_count(
     for token_id in output_ids:
         state.append(token_id)
     expected = penalised(logits[0].tolist(), params, prompt_ids, output_ids)
-    chosen = int(sample(logits, [state]).token_ids[0])
-    assert expected[chosen] == pytest.approx(max(expected), abs=1e-4)
+    # In company, whose rows must not get in the way.
+    company = [SamplerState(SamplingParams(logit_bias={2: -9}), seed=1), state]
+    adjusted = adjust_logits(np.concatenate([made_logits(1, 10), logits]), company)
+    assert adjusted[1].tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_repetition_is_penalised_as_in_transformers() -> None:
@@ -365,14 +387,14 @@ def test_repetition_is_penalised_as_in_transformers() -> None:
     sequences = np.random.default_rng(2).integers(0, 40, size=(50, 30))
     logits = made_logits(50, 40, scale=1)
     penalise = process.RepetitionPenaltyLogitsProcessor(1.7)
-    theirs = penalise(torch.from_numpy(sequences), torch.from_numpy(logits)).argmax(-1)
+    theirs = penalise(torch.from_numpy(sequences), torch.from_numpy(logits.copy()))
     params = SamplingParams(temperature=0, repetition_penalty=1.7)
     states = []
     for row in sequences.tolist():
         states.append(SamplerState(params, row[:10], seed=0))
         for token_id in row[10:]:
             states[-1].append(token_id)
-    assert sample(logits, states).token_ids.tolist() == theirs.tolist()
+    assert adjust_logits(logits, states).tolist() == theirs.tolist()
 
 
 @given(st.lists(st.integers(0, 300), max_size=50), st.lists(st.integers(0, 300), max_size=400))
@@ -422,6 +444,13 @@ def log_softmax(logits: Any) -> Any:
         - np.log(np.exp(exact - exact.max(-1, keepdims=True)).sum(-1, keepdims=True))
         - (exact.max(-1, keepdims=True))
     )
+
+
+def test_the_log_probabilities_of_all_tokens_are_those_of_a_softmax() -> None:
+    logits = made_logits(3, 1001)
+    logits[1, 5] = -np.inf
+    expected = log_softmax(logits)
+    np.testing.assert_allclose(log_probabilities(logits), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("vocabulary", [7, 500, 3001])

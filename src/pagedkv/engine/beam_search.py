@@ -118,7 +118,6 @@ class BeamSearch:
         self._eos = np.array(eos, dtype=np.int64)
         self._running = np.zeros(1, dtype=np.float32)  # log probability of each beam
         self._ended: list[_Ended] = []  # best first
-        self._improvable = True
         self._parents: list[NDArray[np.int64]] = []  # step by step, beam by beam
         self._token_ids: list[NDArray[np.int64]] = []
         self.done = False
@@ -151,25 +150,24 @@ class BeamSearch:
         at_end = np.isin(token_ids, self._eos)
         ends = at_end | (length >= params.max_tokens)
 
-        if self._improvable and not (params.early_stopping is True and self._is_full):
-            for place in np.flatnonzero(ends[:num_beams]):
-                logprob = float(candidates[place])
-                self._keep(
-                    _Ended(
-                        score=_score(logprob, length, params.length_penalty),
-                        logprob=logprob,
-                        step=length - 1,
-                        parent=int(parents[place]),
-                        token_id=int(token_ids[place]),
-                        finished=bool(at_end[place]),
-                    )
+        for place in np.flatnonzero(ends[:num_beams]):
+            logprob = float(candidates[place])
+            self._keep(
+                _Ended(
+                    score=_score(logprob, length, params.length_penalty),
+                    logprob=logprob,
+                    step=length - 1,
+                    parent=int(parents[place]),
+                    token_id=int(token_ids[place]),
+                    finished=bool(at_end[place]),
                 )
+            )
         go_on = np.flatnonzero(~ends)[:num_beams]
         self._running = candidates[go_on]
         self._parents.append(parents[go_on])
         self._token_ids.append(token_ids[go_on])
-        self._improvable = self._improvable and len(go_on) > 0 and self._can_improve(length)
-        self.done = not self._improvable or (params.early_stopping is True and self._is_full)
+        enough = params.early_stopping is True and self._is_full
+        self.done = enough or len(go_on) == 0 or not self._can_improve(length)
         return None if self.done else BeamStep(parents[go_on], token_ids[go_on])
 
     def best(self, count: int | None = None) -> list[BeamSequence]:

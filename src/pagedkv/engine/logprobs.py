@@ -66,6 +66,12 @@ def prompt_logprobs(
     return token_logprobs(logits[: len(targets)], targets, [num_top] * len(targets))
 
 
+def log_probabilities(logits: Logits) -> Logits:
+    """The log probabilities of all tokens, [n, vocabulary], as beam search takes them."""
+    logits = np.asarray(logits)
+    return logits - _log_totals(logits)[:, None].astype(np.float32)
+
+
 def relative_weights(
     logits: Logits, largest: NDArray[np.float32], temperature: NDArray[np.float64]
 ) -> NDArray[np.float32]:
@@ -91,14 +97,20 @@ def total_weights(weights: NDArray[np.float32]) -> NDArray[np.float64]:
     return found
 
 
+def _log_totals(logits: Logits) -> NDArray[np.float64]:
+    """log of the sum of exp of each row [n]."""
+    maxima = logits.max(1)
+    totals = total_weights(relative_weights(logits, maxima, np.ones(len(logits))))
+    found: NDArray[np.float64] = maxima + np.log(totals)
+    return found
+
+
 def _token_logprobs(
     logits: Logits, ids: NDArray[np.int64], num_top: Sequence[int]
 ) -> list[TokenLogprob]:
     chosen = np.take_along_axis(logits, ids[:, None], 1)
     ranks = 1 + np.count_nonzero(logits > chosen, axis=1)
-    maxima = logits.max(1)
-    totals = total_weights(relative_weights(logits, maxima, np.ones(len(ids))))
-    log_totals = (maxima + np.log(totals))[:, None]
+    log_totals = _log_totals(logits)[:, None]
     top_ids: list[list[int]] = [[]] * len(ids)
     top_logprobs: list[list[float]] = [[]] * len(ids)
     if any(num_top):

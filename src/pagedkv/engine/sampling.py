@@ -120,7 +120,7 @@ def sample(logits: Logits, states: Sequence[SamplerState]) -> Sampled:
     are greedy, this is one look at each logit.
     """
     logits = np.asarray(logits)
-    adjusted = _adjust(logits, states)
+    adjusted = adjust_logits(logits, states)
     drawn = [i for i, state in enumerate(states) if not state.params.is_greedy]
     # The first of several largest, and a NaN before any number: as torch's, in a tenth of the time.
     token_ids = adjusted.argmax(1).astype(np.int64, copy=False)
@@ -154,8 +154,10 @@ def _logprobs(
 # Bias, penalties, barred tokens -------------------------------------------------------------------
 
 
-def _adjust(logits: Logits, states: Sequence[SamplerState]) -> Logits:
-    """The logits after bias, penalties and `min_tokens`; the same array if there are none.
+def adjust_logits(logits: Logits, states: Sequence[SamplerState]) -> Logits:
+    """Logits [n, vocabulary] after bias, penalties and `min_tokens`, before anything is drawn.
+
+    The same array where there are none of these, else a copy.
 
     Of a row only the tokens concerned are touched, those of all rows in one go.
     """
