@@ -126,12 +126,15 @@ class _StopStrings:
         # Longest first, so that it counts where several are complete.
         self._strings = sorted(strings, key=len, reverse=True)
         self._fallbacks = [_fallbacks(string) for string in self._strings]
+        self._firsts = {string[0] for string in self._strings}
         self._matched = [0] * len(strings)
         self.held = ""
         """Text kept back: the longest beginning of a stop string that the text ends with."""
 
     def pass_on(self, piece: str, *, may_stop: bool) -> tuple[str, str | None]:
         """The text to show, and the stop string that is complete, which is not part of it."""
+        if not self.held and not any(first in piece for first in self._firsts):
+            return piece, None  # most text is like this, and not worth a look at each character
         text = self.held + piece
         for end, character in enumerate(piece, start=len(self.held) + 1):
             complete = self._advance(character)
