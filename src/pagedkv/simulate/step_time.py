@@ -72,6 +72,10 @@ class StepTime:
         )
 
 
+ONE_STEP = StepTime("one step of the recorded run", base_s=1.0)
+"""A step is a step, whatever is in it: for a run that is repeated step by step."""
+
+
 def roofline_step_time(
     gpu: GPU,
     model: ModelGeometry,

@@ -1,0 +1,283 @@
+"""A recorded run, repeated in the simulator: the same decisions on the same blocks, step by step.
+
+The scheduler is driven by made-up tokens here; `test_recorded_llm.py` runs real models.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from models.decisions import Decided, Keys, replay_decided
+from models.made_engine import MadeEngine
+from pagedkv.engine.recording import Answer, Cut, Recorder
+from pagedkv.errors import InvalidInput
+from pagedkv.memory.laws import broken_laws
+from pagedkv.scheduling.continuous import Scheduler
+from pagedkv.scheduling.limits import SchedulerConfig
+from pagedkv.simulate.simulator import SimulationConfig, prepare_paged
+from pagedkv.simulate.step_time import StepTime
+from pagedkv.simulate.trace_formats import read_trace
+
+ONE_STEP = StepTime("one step", base_s=1.0)
+
+
+def repeated(path: Path, config: SchedulerConfig, settings: dict[str, Any]) -> list[Decided]:
+    trace = read_trace(str(path), by_step=True)
+    replay = prepare_paged(
+        trace, SimulationConfig(step_time=ONE_STEP, scheduler=config, **settings)
+    )
+    assert replay.refused == ()
+    keys: Keys = {}
+    steps: list[Decided] = []
+    while (decided := replay_decided(replay, keys)) is not None:
+        assert broken_laws(replay.memory, settings["block_size"]) == []
+        steps.append(decided)
+    return steps
+
+
+def assert_same(run: list[Decided], again: list[Decided]) -> None:
+    for step, (one, other) in enumerate(zip(run, again)):
+        assert asdict(one) == asdict(other), f"step {step}"
+    assert len(run) == len(again)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> dict[str, Any]:
+    seats = draw(st.integers(1, 5))
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 8, 12]))
+    return {
+        "config": SchedulerConfig(
+            max_num_seqs=seats,
+            max_num_batched_tokens=seats + draw(st.integers(0, 12)),
+            chunked_prefill=draw(st.booleans()),
+            watermark=draw(st.sampled_from([0.0, 0.2])),
+        ),
+        "num_blocks": draw(st.integers(36, 90)) // block_size,
+        "block_size": block_size,
+        "prefix_caching": draw(st.sampled_from([True, True, True, False])),
+        "acts": [act for _ in range(draw(st.integers(1, 5))) for act in draw(stretches(seats))],
+    }
+
+
+@st.composite
+def stretches(draw: st.DrawFn, seats: int) -> list[tuple[Any, ...]]:
+    """Some requests come, some steps go by, and maybe something goes wrong."""
+    acts: list[tuple[Any, ...]] = draw(
+        st.lists(
+            st.tuples(
+                st.just("add"),
+                st.integers(8, 24),  # prompt tokens
+                st.integers(1, 12),  # new tokens
+                st.integers(1, min(seats, 3)),  # samples
+                st.integers(0, 1),  # voice
+                st.sampled_from([None, None, {"salt": "a"}]),
+                st.sampled_from([True, True, True, False]),  # reuse
+            ),
+            min_size=1,
+            max_size=4,
+        )
+    )
+    acts += draw(st.lists(st.tuples(st.just("cancel"), st.integers(0, 9)), max_size=2))
+    acts.append(("step", draw(st.integers(0, 12))))
+    if draw(st.integers(0, 4)) == 4:
+        acts.append(("fail",))
+    return acts
+
+
+def recorded_run(run: dict[str, Any], path: Path) -> MadeEngine:
+    scheduler = Scheduler(
+        run["num_blocks"],
+        run["config"],
+        block_size=run["block_size"],
+        max_model_len=64,
+        prefix_caching=run["prefix_caching"],
+    )
+    recorder = Recorder(path, block_size=run["block_size"], settings={})
+    engine = MadeEngine(scheduler, recorder)
+    for act, *rest in run["acts"]:
+        if act == "add":
+            prompt, num_new, samples, voice, namespace, reuse = rest
+            ids = [i % 3 for i in range(prompt)]
+            try:
+                engine.add(
+                    ids,
+                    num_new,
+                    num_samples=samples,
+                    voice=voice,
+                    namespace=namespace,
+                    reuse=reuse,
+                )
+            except InvalidInput:
+                continue  # larger than the whole memory
+        elif act == "step":
+            for _ in range(rest[0]):
+                if not scheduler.is_idle:
+                    engine.step()
+        elif act == "cancel" and engine.requests:
+            engine.cancel(engine.requests[rest[0] % len(engine.requests)])
+        elif act == "fail" and not scheduler.is_idle:
+            engine.step(fails=True)
+    while not scheduler.is_idle:
+        assert len(engine.decided) < 5_000
+        engine.step()
+    recorder.close()
+    return engine
+
+
+@given(runs())
+def test_the_simulator_repeats_every_decision_of_a_recorded_run(run: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.jsonl"
+        engine = recorded_run(run, path)
+        if not engine.requests:
+            return
+        settings = {k: run[k] for k in ("num_blocks", "block_size", "prefix_caching")}
+        assert_same(engine.decided, repeated(path, run["config"], settings))
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def made_recorder(path: Path, **changes: Any) -> Recorder:
+    return Recorder(path, **{"block_size": 4, "settings": {}, "secret": bytes(16), **changes})
+
+
+def record_one(recorder: Recorder, prompt: list[int], *answers: list[int], **came: Any) -> None:
+    arrival = recorder.arrived(**{"s": 0.0, "step": 0, "namespace": None, **came})
+    recorder.ended(arrival, prompt, [Answer(i, ids) for i, ids in enumerate(answers)])
+    recorder.flush()
+
+
+def test_a_recording_holds_lengths_and_keys_and_no_token(tmp_path: Path) -> None:
+    recorder = made_recorder(tmp_path / "run.jsonl", settings={"num-blocks": 9})
+    record_one(recorder, [71234, 71235, 71236], [71237, 71238], s=1.5, step=7)
+    recorder.close()
+    [line] = lines_of(tmp_path / "run.jsonl")
+    keys = line.pop("prefix_ids")
+    assert line == {
+        "arrival_s": 1.5,
+        "arrival_step": 7,
+        "request": 0,
+        "sample": 0,
+        "prompt_tokens": 3,
+        "output_tokens": 2,
+        "engine": {"num-blocks": 9},
+        "prefix_granularity": 4,
+        "covers_output": True,
+    }
+    assert [len(key) for key in keys] == [32, 32]
+    assert not any("7123" in text for text in keys)
+
+
+def test_another_recording_of_the_same_run_has_other_keys(tmp_path: Path) -> None:
+    found = []
+    for name in ("a.jsonl", "b.jsonl"):
+        recorder = made_recorder(tmp_path / name, secret=None)
+        record_one(recorder, [1, 2, 3, 4, 5], [6])
+        recorder.close()
+        found.append(lines_of(tmp_path / name)[0]["prefix_ids"])
+    assert len(found[0]) == 2 and not set(found[0]) & set(found[1])
+
+
+def test_keys_are_equal_as_far_as_tokens_and_namespace_are(tmp_path: Path) -> None:
+    recorder = made_recorder(tmp_path / "run.jsonl")
+    record_one(recorder, [1, 2, 3, 4, 5, 6, 7], [8, 9])
+    record_one(recorder, [1, 2, 3, 4, 5], [6, 7, 8], [6, 7, 7])
+    record_one(recorder, [1, 2, 3, 4, 5], [6], namespace={"salt": "other"})
+    recorder.close()
+    a, b, c, other = (line["prefix_ids"] for line in lines_of(tmp_path / "run.jsonl"))
+    assert a[:2] == b and b[0] == c[0] and b[1] != c[1]
+    assert not set(other) & {*a, *b, *c}
+
+
+@pytest.mark.parametrize("name", ["run.jsonl", "run.jsonl.gz", "run.jsonl.zst"])
+def test_what_ended_can_be_read_while_the_run_goes_on(tmp_path: Path, name: str) -> None:
+    recorder = made_recorder(tmp_path / name)
+    going_on = recorder.arrived(s=0.0, step=0, namespace=None)
+    record_one(recorder, [1, 2, 3], [4, 5], s=0.5, step=1)
+    record_one(recorder, [1, 2, 3, 4], [5], [6], s=0.5, step=1)
+    trace = read_trace(str(tmp_path / name))
+    assert trace.prompt_tokens.tolist() == [3, 4, 4]
+    assert trace.sample is not None and trace.sample.tolist() == [0, 0, 1]
+    assert trace.num_requests == 2
+    assert trace.remarks == (
+        "1 request is missing that had not ended when the recording did: what they took from "
+        "the others is not repeated",
+    )
+    recorder.ended(going_on, [7], [Answer(0, [8])])
+    recorder.close()
+    trace = read_trace(str(tmp_path / name))
+    assert trace.prompt_tokens.tolist() == [1, 3, 4, 4] and trace.remarks == ()
+
+
+def test_a_recording_replaces_no_file(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").write_text("mine")
+    with pytest.raises(InvalidInput, match=r"run\.jsonl: the file exists; name another"):
+        made_recorder(tmp_path / "run.jsonl")
+    assert (tmp_path / "run.jsonl").read_text() == "mine"
+    with pytest.raises(InvalidInput, match="cannot be written: No such file or directory"):
+        made_recorder(tmp_path / "none" / "run.jsonl")
+    with pytest.raises(InvalidInput, match="secret is 3 bytes"):
+        made_recorder(tmp_path / "other.jsonl", secret=b"abc")
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_run(tmp_path: Path) -> None:
+    recorder = made_recorder(tmp_path / "run.jsonl")
+    record_one(recorder, [1, 2, 3], [4])
+    whole = (tmp_path / "run.jsonl").read_bytes()
+    recorder._file = _FullDisk(recorder._file)  # type: ignore[assignment]
+    record_one(recorder, [1, 2, 3, 4], [5])
+    record_one(recorder, [1, 2, 3, 4], [5])
+    assert (tmp_path / "run.jsonl").read_bytes() == whole
+    with pytest.raises(InvalidInput, match="No space left on device; it ends here"):
+        recorder.close()
+
+
+class _FullDisk:
+    """A file on which half a piece finds room."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._is_full = False
+
+    def write(self, piece: memoryview) -> int:
+        if self._is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self._is_full = True
+        return int(self._file.write(piece[: len(piece) // 2]))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def test_requests_cut_short_before_their_first_token_are_left_out_of_time_and_not_of_steps(
+    tmp_path: Path,
+) -> None:
+    recorder = made_recorder(tmp_path / "run.jsonl")
+    record_one(recorder, [1, 2, 3], [4, 5])
+    for step, by_failure in ((4, False), (6, True)):
+        arrival = recorder.arrived(s=1.0, step=2, namespace=None)
+        recorder.ended(arrival, [5, 6], [Answer(0, [], Cut(step, by_failure=by_failure))])
+    recorder.close()
+    trace = read_trace(str(tmp_path / "run.jsonl"))
+    assert len(trace) == 1
+    assert trace.remarks == (
+        "2 cancelled or failed requests (0 output tokens) left out, first on line 2",
+    )
+    by_step = read_trace(str(tmp_path / "run.jsonl"), by_step=True)
+    assert by_step.arrival_s.tolist() == [0, 2, 2]
+    assert by_step.output_tokens.tolist() == [2, 0, 0]
+    cut = by_step.interruptions
+    assert cut is not None
+    assert cut.cancelled.tolist() == [1] and cut.cancelled_s.tolist() == [4]
+    assert cut.failed.tolist() == [2] and cut.failed_s.tolist() == [6]
