@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from json import dumps
 from pathlib import Path
@@ -94,8 +94,22 @@ _TRAFFIC, _MEMORY, _SCHEDULER, _TIME, _OUTPUT = (
 )
 
 _OF_A_WORKLOAD = ("workload", "rate", "arrivals", "seed")
+_IN_SECONDS = ("samples", "placement", "gpu", "num_gpus", "prefill_rate", "step_time")
 _WITH_A_PRESET = ("preset", "seed", "report", "no_report", "json", "explain", "colour")
-"""Parameters that a trace excludes, and the only ones that a preset leaves open."""
+"""Parameters that a trace excludes, those that `--by-step` excludes, and the only ones that a
+preset leaves open."""
+
+_RECORDED: dict[str, tuple[str, type]] = {
+    "num-blocks": ("num_blocks", int),
+    "block-size": ("block_size", int),
+    "max-model-len": ("max_model_len", int),
+    "prefix-caching": ("prefix_caching", bool),
+    "max-num-seqs": ("max_num_seqs", int),
+    "max-num-batched-tokens": ("max_num_batched_tokens", int),
+    "chunked-prefill": ("chunked_prefill", bool),
+    "watermark": ("watermark", float),
+}
+"""Settings that a recorded run brings along: the parameter and the type of each."""
 
 
 def simulate(
@@ -168,6 +182,15 @@ def simulate(
             metavar="N", help="Answers to each prompt, by forking.", rich_help_panel=_TRAFFIC
         ),
     ] = 1,
+    by_step: Annotated[
+        bool,
+        typer.Option(
+            "--by-step",
+            help="Repeat a recorded run step by step: the same decisions, on paged memory. Time "
+            "is counted in steps, 1 s each.",
+            rich_help_panel=_TRAFFIC,
+        ),
+    ] = False,
     preset: Annotated[
         Preset | None,
         typer.Option(
@@ -360,6 +383,7 @@ def simulate(
                 seed=seed,
                 duration=duration,
                 samples=samples,
+                by_step=by_step,
                 memory=memory,
                 num_blocks=num_blocks,
                 block_size=block_size,
@@ -398,6 +422,7 @@ class _Given:
     seed: int
     duration: str | None
     samples: int
+    by_step: bool
     memory: str | None
     num_blocks: int | None
     block_size: int
@@ -480,6 +505,17 @@ def _refuse_conflicts(given: _Given, typed: dict[str, str]) -> None:
                 raise InvalidInput(
                     f"{typed[name]} belongs to a built-in workload: leave it or the trace out"
                 )
+    if given.by_step:
+        if given.trace is None:
+            raise InvalidInput("--by-step repeats a recorded run: give its file")
+        for name in _IN_SECONDS:
+            if name in typed:
+                raise InvalidInput(
+                    f"{typed[name]} changes nothing with --by-step, where a step is a step: leave "
+                    "it out"
+                )
+        if given.schemes not in ((), (Scheme.PAGED.value,)):
+            raise InvalidInput("--by-step repeats what paged memory did: leave out other schemes")
     if given.memory is not None and given.num_blocks is not None:
         raise InvalidInput("--memory and --num-blocks both size the memory: give one")
     if given.is_measured and (given.prefill_rate is None or given.step_time is None):
@@ -540,6 +576,9 @@ def _run(given: _Given, typed: dict[str, str], command: str, bars: _Bars) -> Sim
     horizon_s = _horizon_s(given)
     bars.wait("reading" if given.trace else "drawing requests")
     trace = _trace(given, horizon_s)
+    if trace.recorded_with is not None:
+        given = _as_recorded(given, typed, trace)
+        memory = _memory(given, geometry, model_is_given="model" in typed)
     config, remarks = _config(given, trace, geometry, memory, step_time, horizon_s)
     try:
         schemes = tuple(simulate_scheme(trace, config, s, bars) for s in config.schemes)
@@ -557,7 +596,7 @@ def _run(given: _Given, typed: dict[str, str], command: str, bars: _Bars) -> Sim
         settings=_settings(given, trace, geometry, memory, config),
         trace_name=trace.name,
         trace_format=trace.format,
-        num_requests=len(trace),
+        num_requests=trace.num_requests,
         prompt_tokens=int(trace.prompt_tokens.sum()),
         output_tokens=int(trace.output_tokens.sum()),
         num_blocks=config.num_blocks,
@@ -615,7 +654,7 @@ def _trace(given: _Given, horizon_s: float) -> Trace:
     from pagedkv.simulate.workloads import make_workload
 
     if given.trace is not None:
-        trace = read_trace(given.trace)
+        trace = read_trace(given.trace, by_step=given.by_step)
         return trace if given.requests is None else trace.first(given.requests)
     for_all_of_it = given.requests is None and math.isfinite(horizon_s)
     return make_workload(
@@ -626,6 +665,24 @@ def _trace(given: _Given, horizon_s: float) -> Trace:
         arrivals=given.arrivals,
         seed=given.seed,
     )
+
+
+def _as_recorded(given: _Given, typed: dict[str, str], trace: Trace) -> _Given:
+    """The command line with the settings of the recorded run where it says nothing else."""
+    taken: Settings = {}
+    for option, value in (trace.recorded_with or {}).items():
+        name, kind = _RECORDED.get(option, ("", type(None)))
+        if not name or name in typed or (name == "num_blocks" and "memory" in typed):
+            continue
+        if type(value) is not kind:
+            raise InvalidInput(
+                f"{trace.name}: the run was recorded with {option} {value!r}, which it cannot be: "
+                f"give --{option}"
+            )
+        taken[name] = value
+    recorded: _Given = replace(given, **taken)  # type: ignore[arg-type]
+    _refuse_conflicts(recorded, typed)
+    return recorded
 
 
 def _horizon_s(given: _Given) -> float:
@@ -684,8 +741,10 @@ def _memory(given: _Given, geometry: ModelGeometry, *, model_is_given: bool) -> 
 def _step_time(given: _Given, geometry: ModelGeometry) -> StepTime:
     from pagedkv.cli.quantities import parse_seconds
     from pagedkv.simulate.gpus import gpu_by_name
-    from pagedkv.simulate.step_time import measured_step_time, roofline_step_time
+    from pagedkv.simulate.step_time import ONE_STEP, measured_step_time, roofline_step_time
 
+    if given.by_step:
+        return ONE_STEP
     if given.prefill_rate is None or given.step_time is None:
         return roofline_step_time(gpu_by_name(given.gpu), geometry, num_gpus=given.num_gpus)
     return measured_step_time(
@@ -703,9 +762,13 @@ def _config(
     horizon_s: float,
 ) -> tuple[SimulationConfig, list[str]]:
     from pagedkv.scheduling.limits import SchedulerConfig
-    from pagedkv.simulate.simulator import SCHEMES, SimulationConfig
+    from pagedkv.simulate.simulator import SimulationConfig
 
     remarks = list(geometry.remarks)
+    if trace.recorded_with is not None:
+        remarks.append("what was not given here is as it was in the recorded run")
+    if given.by_step:
+        remarks.append("time is counted in steps of the recorded run: 1 s is one step")
     if given.trace == STANDARD_OUTPUT:  # the same sign stands for standard input
         remarks.append("the trace came through standard input: running it again needs it there")
     max_model_len = given.max_model_len
@@ -729,7 +792,7 @@ def _config(
             chunked_prefill=given.chunked_prefill,
             watermark=given.watermark,
         ),
-        schemes=tuple(s for s in SCHEMES if not given.schemes or s in given.schemes),
+        schemes=_schemes(given),
         placement=given.placement,
         prefix_caching=given.prefix_caching,
         max_model_len=max_model_len,
@@ -737,6 +800,13 @@ def _config(
         horizon_s=horizon_s,
     )
     return config, remarks
+
+
+def _schemes(given: _Given) -> tuple[str, ...]:
+    from pagedkv.simulate.simulator import SCHEMES
+
+    wanted = (Scheme.PAGED.value,) if given.by_step else given.schemes
+    return tuple(s for s in SCHEMES if not wanted or s in wanted)
 
 
 def _settings(
@@ -765,9 +835,11 @@ def _settings(
             "trace": given.trace,
             "requests": "all" if given.requests is None else given.requests,
         }
+        if given.by_step:
+            settings["by-step"] = True
     settings["duration"] = given.duration or "until all are served"
     settings |= _memory_settings(given.model, geometry, memory, config)
-    if not (given.is_measured and given.sizes_memory):
+    if not ((given.is_measured or given.by_step) and given.sizes_memory):
         settings |= {"gpu": gpu_by_name(given.gpu).name, "num-gpus": given.num_gpus}
     if given.is_measured:
         settings |= {"prefill-rate": given.prefill_rate, "step-time": given.step_time}
