@@ -13,7 +13,7 @@ from typing import Any
 from pagedkv.errors import InvalidInput
 
 _WORKING_NAMES = """
-afmoe apertus arcee biogpt bitnet codegen cohere cohere2 cwm deepseek_v2 deepseek_v3 doge
+afmoe apertus arcee biogpt bitnet codegen cohere cohere2 cwm deepseek_v2 deepseek_v3
 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma3n_text
 gemma4_text glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite
 granitemoe helium hunyuan_v1_dense hy_v3 jetmoe laguna llama llama4_text mimo_v2_flash
@@ -33,13 +33,15 @@ zamba2
 _RECURRENT = (
     "its recurrent layers keep a state for each sequence, which is no key and value of a token"
 )
-_ALIBI = "it adds position biases to its attention scores in code of its own, past any hook"
+_BUILT_IN = "its attention is built into the model, which calls no function that could be replaced"
+_INDEX = "its attention looks only at tokens that an index of its own selects"
 _REFUSED = {
-    "diffllama": "its attention combines two heads' values in code of its own",
-    "deepseek_v32": "its attention selects tokens with an index of its own, past any hook",
-    "deepseek_v4": "its attention selects tokens with an index of its own, past any hook",
+    "deepseek_v32": _INDEX,
+    "deepseek_v4": _INDEX,
+    "diffllama": "it attends twice in each layer, with the same keys and other values",
+    "doge": "it adds a bias, computed from the values, to its attention scores",
     "minimax": _RECURRENT,
-    **dict.fromkeys(("bloom", "falcon", "mpt", "xglm"), _ALIBI),
+    **dict.fromkeys(("bloom", "falcon", "mpt", "xglm"), _BUILT_IN),
     **dict.fromkeys(_RECURRENT_NAMES.split(), _RECURRENT),
 }
 
@@ -83,7 +85,7 @@ def longest_exact(config: Any) -> tuple[int | None, str]:
                 text, "original_max_position_embeddings", positions
             )
             limits.append(
-                (int(original or 0), "longrope changes all positions of a batch beyond it")
+                (int(original or 0), "longrope changes the whole batch beyond it")
             )
         elif kind == "dynamic":
             original = rope.get("original_max_position_embeddings") or positions
@@ -100,6 +102,18 @@ def llama4_scale(config: Any) -> int | None:
     if text.model_type == "llama4_text" and getattr(text, "attn_temperature_tuning", False):
         return int(text.floor_scale)
     return None
+
+
+def window_of_mask(config: Any, layer: int) -> int | None:
+    """The window that a layer has by the mask that the model would make, where it sends none.
+
+    Most models tell the attention function; those that do not would silently look back too far.
+    """
+    text = config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    types = getattr(text, "layer_types", None)
+    is_windowed = types[layer] == "sliding_attention" if types else text.model_type == "phimoe"
+    return int(window) if window and is_windowed else None
 
 
 def _rotary_settings(text: Any) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ import torch
 from transformers import AttentionInterface
 
 from pagedkv.attention import KVStorage, LayerShape
+from pagedkv.engine.architectures import window_of_mask
 from pagedkv.errors import InvalidInput
 from pagedkv.scheduling.continuous import Batch
 
@@ -35,6 +36,8 @@ class LayerPlace:
     """False where it reads what another layer has written."""
     chunk: int | None
     """Llama 4: a token sees only the tokens of its own chunk of this size."""
+    window: int | None
+    """Tokens that it looks back on, its own included, where the model does not send it."""
 
 
 class _Attention(Protocol):
@@ -147,7 +150,7 @@ class StepAttention:
             batch.lengths,
             batch.query_starts,
             scale=scale,
-            window=window,
+            window=place.window if window is None else window,
             chunk=place.chunk,
             soft_cap=soft_cap,
             sinks=None if sinks is None else sinks.float(),
@@ -224,5 +227,6 @@ def survey(model: Any) -> tuple[list[LayerShape], dict[int, LayerPlace]]:
         if is_writer:
             last_writer[kind] = len(shapes)
             shapes.append(seen.shapes[layer])
-        places[layer] = LayerPlace(last_writer[kind], is_writer, seen.chunks[layer])
+        window = window_of_mask(model.config, layer)
+        places[layer] = LayerPlace(last_writer[kind], is_writer, seen.chunks[layer], window)
     return shapes, places
