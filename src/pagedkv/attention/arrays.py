@@ -63,16 +63,25 @@ def flat(array: NDArray[Any]) -> Flat:
     token_stride, head_stride, _ = (stride // array.itemsize for stride in array.strides)
     span = (tokens - 1) * token_stride + (heads - 1) * head_stride + dim
     return Flat(
-        as_strided(array, (span,), (array.itemsize,), writeable=array.flags.writeable),
+        as_strided(array, (span,), (array.itemsize,)),
         token_stride,
         head_stride,
     )
 
 
 def is_readable_in_place(array: NDArray[Any]) -> bool:
-    """Whether `flat` can describe [tokens, heads, dim] without a copy."""
+    """Whether `flat` can describe [tokens, heads, dim] without a copy.
+
+    Compiled code is made for arrays that may be written; for others it would be made again.
+    """
+    if not array.size:
+        return True
     token_stride, head_stride, stride = array.strides
-    return (stride == array.itemsize or array.shape[2] == 1) and token_stride >= 0 <= head_stride
+    return (
+        array.flags.writeable
+        and (stride == array.itemsize or array.shape[2] == 1)
+        and token_stride >= 0 <= head_stride
+    )
 
 
 def integers(array: Any, dtype: Any, name: str) -> NDArray[Any]:
@@ -80,4 +89,6 @@ def integers(array: Any, dtype: Any, name: str) -> NDArray[Any]:
     numbers, _ = native(array, name)
     if numbers.dtype.kind not in "iu":
         raise InvalidInput(f"{name} must be integers, not {numbers.dtype.name}")
-    return np.ascontiguousarray(numbers, dtype=dtype)
+    numbers = np.ascontiguousarray(numbers, dtype=dtype)
+    # Compiled code is made for arrays that may be written; for others it would be made again.
+    return numbers if numbers.flags.writeable else numbers.copy()

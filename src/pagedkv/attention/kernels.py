@@ -49,16 +49,17 @@ from pagedkv.compiling import compiled_in_place, compiled_unlocked
 (NEXT, DONE, FIRST_LEADER) = range(3)
 """Places in the counters: the next piece to take, pieces done, then one for each piece's parts."""
 
-FEW_CHUNK = 64
-"""Tokens whose scores are made before their values are read, which are asked for meanwhile."""
+FEW_CHUNK = 32
+"""Tokens whose scores are made before their values are read.
+
+While the keys, then the values, of one chunk are used, those of the next are asked for: long enough
+ahead for memory to answer, few enough for the second level of the cache to hold."""
 
 MANY_CHUNK = 96
 """Tokens that are gathered at once for many queries; a multiple of `LANE_ROWS`."""
 
 WIDTH = HOST_LANES * LANE_VECTORS
 """Queries in a panel."""
-
-MOST_PANELS = work.MANY_ROWS // WIDTH + 1
 
 NOTHING = np.float32(-1e30)
 """Below every score, and finite: of two infinities there is no difference."""
@@ -109,8 +110,7 @@ def few_queries(heads: int, key_dim: int, value_dim: int, half: int) -> Kernel:
     """The kernel for one token's queries, `heads` of them for one KV head.
 
     Bound by reading: each key and value is read once, for all heads, in runs as long as a block
-    allows. While the keys of one chunk are read the values of the same are on their way, and
-    while those are read the keys of the next.
+    allows, and is asked for one chunk before it is used.
     """
     tile = rows_at_once(heads, lanes_for(key_dim))
 
@@ -137,9 +137,9 @@ def few_queries(heads: int, key_dim: int, value_dim: int, half: int) -> Kernel:
         count = stop - first
         while i < count:
             page = np.int64(table[logical_block]) * integers[PAGE_NUMBERS]
-            for offset in range(offset, min(block_size, offset + count - i)):
-                keys[i] = page + key_start + offset * key_dim
-                values[i] = page + value_start + offset * value_dim
+            for token in range(offset, min(block_size, offset + count - i)):
+                keys[i] = page + key_start + token * key_dim
+                values[i] = page + value_start + token * value_dim
                 i += 1
             offset = 0
             logical_block += 1
@@ -174,17 +174,19 @@ def few_queries(heads: int, key_dim: int, value_dim: int, half: int) -> Kernel:
             sums[i] = 0
         end = min(stop, (first // FEW_CHUNK + 1) * FEW_CHUNK)
         places(table, first, end, head, integers, keys, values)
+        for i in range(FEW_CHUNK):  # what follows the only chunk: nothing worth asking for
+            next_keys[i], next_values[i] = keys[0], values[0]
         while first < stop:
             count = end - first
             whole = (count + HOST_LANES - 1) // HOST_LANES * HOST_LANES
-            for i in range(0, count, tile):
-                score_rows(
-                    q, storage, keys, i, scores, FEW_CHUNK, values, heads, key_dim, value_dim, half
-                )
             first = end
             end = min(stop, first + FEW_CHUNK)
             if first < stop:
                 places(table, first, end, head, integers, next_keys, next_values)
+            for i in range(0, count, tile):
+                score_rows(
+                    q, storage, keys, i, scores, FEW_CHUNK, next_keys, heads, key_dim, key_dim, half
+                )
             for i in range(heads):
                 at = i * FEW_CHUNK
                 if soft_cap > 0:
@@ -203,10 +205,10 @@ def few_queries(heads: int, key_dim: int, value_dim: int, half: int) -> Kernel:
                 count,
                 fading,
                 out,
-                next_keys,
+                next_values,
                 heads,
                 value_dim,
-                key_dim,
+                value_dim,
                 half,
             )
             keys, next_keys = next_keys, keys
@@ -324,8 +326,8 @@ def kernel(heads: int, key_dim: int, value_dim: int, half: int) -> Kernel:
 
     @compiled_in_place
     def finish(
-        top: float,
-        total: float,
+        top: Any,
+        total: Any,
         sinks: NDArray[np.float32],
         query_head: int,
         row: NDArray[np.float32],
@@ -384,7 +386,7 @@ def kernel(heads: int, key_dim: int, value_dim: int, half: int) -> Kernel:
         i: int,
         parts: NDArray[np.float32],
         line: NDArray[np.float32],
-    ) -> tuple[float, float]:
+    ) -> tuple[Any, Any]:
         """Row `i` of all parts put together, in order: its highest score and sum of weights."""
         num_parts = pieces[leader, PARTS]
         top = NOTHING

@@ -75,8 +75,9 @@ class KVStorage:
         dtype: str = "float32",
         num_threads: int | None = None,
     ) -> None:
-        """`num_threads` work on an `attend`, as many as there are CPUs unless given; `dtype` is "float32", "bfloat16" or "float16".
+        """`dtype` is "float32", "bfloat16" or "float16".
 
+        `num_threads` share the work of an `attend`: as many as there are CPUs unless given.
         Raises `InvalidInput`, also where the system will not promise so much memory.
 
         >>> storage = KVStorage(3, 16, [LayerShape(2, 64, 64)] * 4)
@@ -113,13 +114,14 @@ class KVStorage:
         nbytes = self.num_blocks * self._page_numbers * np.dtype(dtype).itemsize
         try:
             raw = np.empty(nbytes + _ALIGNMENT_BYTES, dtype=np.uint8)
-        except MemoryError:
+        except (MemoryError, ValueError):  # more than there is, more than can be counted
             raise InvalidInput(
                 f"the system does not promise {nbytes} bytes for {self.num_blocks} blocks: "
                 "ask for fewer"
             ) from None
         start = -raw.ctypes.data % _ALIGNMENT_BYTES
-        return raw[start : start + nbytes].view(dtype).reshape(self.num_blocks, -1)
+        pages: NDArray[Any] = raw[start : start + nbytes].view(dtype)
+        return pages.reshape(self.num_blocks, -1)
 
     @property
     def page_bytes(self) -> int:
@@ -256,13 +258,15 @@ class KVStorage:
                 raise InvalidInput(f"{name} must be at least 1 token, not {given}")
         if soft_cap is not None and not soft_cap > 0:
             raise InvalidInput(f"soft_cap must be above 0, not {soft_cap}")
+        if not is_readable_in_place(queries):
+            queries = np.array(queries, order="C")
         dims = (queries.shape[0], queries.shape[1], shape.value_dim)
         if out is None:
             out = q.new_empty(dims) if hasattr(q, "new_empty") else np.empty(dims, queries.dtype)
         target, out_dtype = native(out, "out")
         if target.shape != dims or out_dtype != q_dtype or not is_readable_in_place(target):
             raise InvalidInput(
-                f"out must be {q_dtype} {list(dims)} with a contiguous last axis, "
+                f"out must be {q_dtype} {list(dims)}, writable, with a contiguous last axis, "
                 f"not {out_dtype} {list(target.shape)}"
             )
         tables = integers(block_tables, np.int32, "block_tables")
@@ -340,11 +344,9 @@ class KVStorage:
             raise InvalidInput(f"q is {dtype}: give {self.dtype} or float32")
         if q.ndim != 3 or q.shape[2] != shape.key_dim:
             raise InvalidInput(f"q has shape {list(q.shape)}, not [tokens, heads, {shape.key_dim}]")
-        heads, rest = divmod(q.shape[1], shape.num_kv_heads)
+        heads, rest = divmod(int(q.shape[1]), shape.num_kv_heads)
         if rest or not heads:
             raise InvalidInput(f"{q.shape[1]} heads do not share {shape.num_kv_heads} KV heads")
-        if not is_readable_in_place(q):
-            raise InvalidInput("q must have a contiguous last axis")
         return heads
 
     def _shape(self, layer: int) -> LayerShape:
@@ -365,7 +367,7 @@ class KVStorage:
             wanted = f"[tokens, {row[0]}, {row[1]}]"
             raise InvalidInput(f"{name} has shape {list(numbers.shape)}, not {wanted}")
         if not is_readable_in_place(numbers):
-            numbers = np.ascontiguousarray(numbers)
+            numbers = np.array(numbers, order="C")
         return flat(numbers)
 
 

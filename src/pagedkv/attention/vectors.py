@@ -182,13 +182,13 @@ class _Code:
         return vectors[0]
 
     def prefetch(self, address: Any) -> None:
-        """Ask for a line, for reading, to be kept in every level."""
+        """Ask for a line, for reading, to be kept in every level but the smallest."""
         b = self.builder
         byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
         function = b.module.declare_intrinsic(
             "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, word, word, word])
         )
-        b.call(function, [b.bitcast(address, byte), word(0), word(3), word(1)])
+        b.call(function, [b.bitcast(address, byte), word(0), word(2), word(1)])
 
     def prefetch_lines(self, address: Any, nbytes: int, first: int = 0, step: int = 1) -> None:
         """Ask for every `step`-th line of a row, from line number `first` on."""
@@ -330,13 +330,13 @@ if config.DISABLE_JIT:
     def cap(scores: NDArray[np.float32], first: int, count: int, factor: float) -> None:
         scores[first : first + count] = factor * np.tanh(scores[first : first + count])
 
-    def highest(scores: NDArray[np.float32], first: int, count: int) -> float:
-        return np.float32(scores[first : first + count].max())
+    def highest(scores: NDArray[np.float32], first: int, count: int) -> Any:
+        return scores[first : first + count].max()
 
-    def soften(scores: NDArray[np.float32], first: int, count: int, shift: float) -> float:
+    def soften(scores: NDArray[np.float32], first: int, count: int, shift: float) -> Any:
         part = scores[first : first + count]
         part[:] = np.exp2(part - np.float32(shift))
-        return np.float32(part.sum())
+        return part.sum()
 
     def score_lanes(
         keys: NDArray[np.float32],
@@ -350,7 +350,8 @@ if config.DISABLE_JIT:
         width = HOST_LANES * LANE_VECTORS
         k = _matrix(keys, rows[first : first + LANE_ROWS], DIM, 0)
         panel = q[at : at + DIM * width].reshape(DIM, width)
-        scores.reshape(-1, width)[first : first + LANE_ROWS] = k @ panel
+        with np.errstate(invalid="ignore", over="ignore"):  # rows behind the last hold anything
+            scores.reshape(-1, width)[first : first + LANE_ROWS] = k @ panel
 
     def value_lanes(
         weights: NDArray[np.float32],
@@ -386,10 +387,14 @@ if config.DISABLE_JIT:
 
 else:
 
+    def _emitted(function: Callable[..., Any]) -> Any:
+        """For compiled callers: `function` says the types and how code is emitted."""
+        return intrinsic(prefer_literal=True)(function)
+
     def _constant(literal: Any) -> int:
         return int(literal.literal_value)
 
-    @intrinsic
+    @_emitted
     def claim(typing_context: Any, counters: Any, i: Any) -> Any:
         """The next number of counter `i`, each once, whichever thread asks.
 
@@ -402,7 +407,7 @@ else:
 
         return types.int64(counters, types.int64), generate
 
-    @intrinsic
+    @_emitted
     def seen(typing_context: Any, counters: Any, i: Any) -> Any:
         """Counter `i` as other threads left it, and with it what they wrote before."""
 
@@ -412,7 +417,7 @@ else:
 
         return types.int64(counters, types.int64), generate
 
-    @intrinsic
+    @_emitted
     def copy_row(
         typing_context: Any, source: Any, s: Any, target: Any, t: Any, dim: Any, half: Any
     ) -> Any:
@@ -454,7 +459,7 @@ else:
             generate
         )
 
-    @intrinsic(prefer_literal=True)
+    @_emitted
     def widen_row(
         typing_context: Any, source: Any, s: Any, target: Any, t: Any, DIM: Any, half: Any
     ) -> Any:
@@ -471,7 +476,7 @@ else:
 
         return types.void(source, types.int64, target, types.int64, DIM, half), generate
 
-    @intrinsic(prefer_literal=True)
+    @_emitted
     def score_rows(
         typing_context: Any,
         q: Any,
@@ -542,7 +547,7 @@ else:
             generate,
         )
 
-    @intrinsic(prefer_literal=True)
+    @_emitted
     def value_rows(
         typing_context: Any,
         weights: Any,
@@ -620,7 +625,7 @@ else:
             generate,
         )
 
-    @intrinsic
+    @_emitted
     def cap(typing_context: Any, scores: Any, first: Any, count: Any, factor: Any) -> Any:
         """`factor * tanh(score)`, in place, for a multiple of 8 scores."""
 
@@ -638,7 +643,7 @@ else:
 
         return types.void(scores, types.int64, types.int64, types.float32), generate
 
-    @intrinsic
+    @_emitted
     def highest(typing_context: Any, scores: Any, first: Any, count: Any) -> Any:
         """The highest of a multiple of `HOST_LANES` scores."""
 
@@ -662,7 +667,7 @@ else:
 
         return types.float32(scores, types.int64, types.int64), generate
 
-    @intrinsic
+    @_emitted
     def soften(typing_context: Any, scores: Any, first: Any, count: Any, shift: Any) -> Any:
         """`2 ** (score - shift)`, in place, for a multiple of `HOST_LANES`; returns their sum."""
 
@@ -687,7 +692,7 @@ else:
 
         return types.float32(scores, types.int64, types.int64, types.float32), generate
 
-    @intrinsic(prefer_literal=True)
+    @_emitted
     def score_lanes(
         typing_context: Any,
         keys: Any,
@@ -738,7 +743,7 @@ else:
             generate,
         )
 
-    @intrinsic(prefer_literal=True)
+    @_emitted
     def value_lanes(
         typing_context: Any,
         weights: Any,
@@ -799,7 +804,7 @@ else:
             generate,
         )
 
-    @intrinsic
+    @_emitted
     def soften_lanes(
         typing_context: Any, scores: Any, count: Any, tops: Any, sums: Any, at: Any, fading: Any
     ) -> Any:

@@ -13,8 +13,6 @@ and for each the heads that share the KV head. Few rows go to `few_queries`, man
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -45,7 +45,7 @@ def write(
         offset = slots[token] - block * block_size
         target = block * page_numbers + start + offset * dim
         source = token * token_stride
-        for head in range(num_heads):
+        for _ in range(num_heads):
             copy_row(given, source, storage, target, dim, half)
             target += block_size * dim
             source += head_stride
