@@ -1,0 +1,175 @@
+"""Real runs of `LLM` under memory pressure, recorded and repeated in the simulator."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.decisions import Decided, Keys, engine_decided, replay_decided
+from pagedkv.cli.main import run
+from pagedkv.simulate.simulator import SimulationConfig, prepare_paged
+from pagedkv.simulate.step_time import ONE_STEP
+from pagedkv.simulate.trace_formats import read_trace
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models.tiny_models import tiny_model
+from pagedkv.engine import LLM, SamplingParams
+from pagedkv.engine.core import Request
+from pagedkv.scheduling.limits import SchedulerConfig
+
+
+class Watched:
+    """An `LLM` whose every step is looked at."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        self.llm = LLM(tiny_model("llama"), record=path, watermark=0.0, **settings)
+        self.engine = self.llm._engine
+        self.decided: list[Decided] = []
+        self._keys: Keys = {}
+        self._rows: dict[int, int] = {}
+
+    def add(self, prompt: list[int], namespace: Any = None, **params: Any) -> Request:
+        request = self.engine.add(prompt, SamplingParams(**params), namespace=namespace)
+        for sample in request.samples:
+            self._rows[sample.sequence] = len(self._rows)
+        return request
+
+    def step(self) -> None:
+        scheduler = self.engine.scheduler
+        kept: list[Any] = []
+        schedule = scheduler.schedule
+
+        def watched() -> Any:
+            kept.append(schedule())
+            return kept[-1]
+
+        scheduler.schedule = watched  # type: ignore[method-assign]
+        try:
+            self.engine.step()
+        finally:
+            scheduler.schedule = schedule  # type: ignore[method-assign]
+            self.decided.append(engine_decided(scheduler, kept[0], self._rows, self._keys))
+
+    def finish(self) -> None:
+        while not self.engine.is_idle:
+            self.step()
+
+
+def repeated(path: Path) -> list[Decided]:
+    trace = read_trace(str(path), by_step=True)
+    had = trace.recorded_with
+    assert had is not None
+    config = SimulationConfig(
+        num_blocks=int(had["num-blocks"]),
+        block_size=int(had["block-size"]),
+        step_time=ONE_STEP,
+        prefix_caching=bool(had["prefix-caching"]),
+        max_model_len=int(had["max-model-len"]),
+        scheduler=SchedulerConfig(
+            max_num_seqs=int(had["max-num-seqs"]),
+            max_num_batched_tokens=int(had["max-num-batched-tokens"]),
+            chunked_prefill=bool(had["chunked-prefill"]),
+            watermark=float(had["watermark"]),
+        ),
+    )
+    replay, keys = prepare_paged(trace, config), {}
+    steps: list[Decided] = []
+    while (decided := replay_decided(replay, keys)) is not None:
+        steps.append(decided)
+    return steps
+
+
+def busy_run(watched: Watched) -> None:
+    """Shared prefixes, samples, early ends, cancellations, a failing step, a memory too small."""
+    system = list(range(20, 41))
+    cancelled = []
+    for i in range(6):
+        watched.add([*system, i], max_tokens=14, temperature=1.0, seed=i, stop_token_ids=[7, 9])
+        if i % 2:
+            watched.step()
+        cancelled.append(watched.add([*system, 3, i], n=2, max_tokens=9, temperature=1.5))
+    watched.engine.cancel(cancelled[1])
+    watched.add(system, max_tokens=5, prompt_logprobs=1)
+    watched.add([*system, 1], {"tenant": 1}, n=3, max_tokens=6)  # greedy: they say the same
+    for _ in range(9):
+        watched.step()
+    watched.engine.cancel(cancelled[2])
+    watched.engine.cancel(cancelled[0])
+    model, watched.engine.model.logits = watched.engine.model.logits, broken  # type: ignore
+    with pytest.raises(RuntimeError, match="no power"):
+        watched.step()
+    watched.engine.model.logits = model  # type: ignore[method-assign]
+    for i in range(4):
+        watched.add([*system, i], max_tokens=20)
+        watched.step()
+    watched.finish()
+
+
+def broken(*_: Any) -> Any:
+    raise RuntimeError("no power")
+
+
+@pytest.mark.parametrize(
+    ("block_size", "num_blocks", "budget"), [(2, 42, 64), (4, 26, 16), (16, 7, 10)]
+)
+def test_the_simulator_repeats_every_decision_of_a_run_of_a_model(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    block_size: int,
+    num_blocks: int,
+    budget: int,
+) -> None:
+    path = tmp_path / "run.jsonl.zst"
+    watched = Watched(
+        path,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=8,
+        max_num_batched_tokens=budget,
+    )
+    busy_run(watched)
+    watched.llm.verify()
+    watched.llm.close()
+    had = watched.llm.statistics().memory
+    assert had.preemptions > 0 and had.hit_tokens > 0
+    assert any(step.copies for step in watched.decided)
+
+    again = repeated(path)
+    for number, (one, other) in enumerate(zip(watched.decided, again)):
+        assert one == other, f"step {number}"
+    assert len(watched.decided) == len(again)
+
+    # And the command line, which is told nothing but the file.
+    assert run(["simulate", str(path), "--by-step", "--no-report", "--json", "-"]) == 0
+    [scheme] = json.loads(capsys.readouterr().out)["schemes"]
+    assert scheme["scheme"] == "paged"
+    assert scheme["num_steps"] == had.num_steps == len(again)
+    assert scheme["preemptions"] == had.preemptions
+    assert scheme["recomputed_tokens"] == had.recomputed_tokens
+    assert scheme["hit_tokens_first"] == had.hit_tokens
+    assert scheme["running_peak"] == had.peak_running
+
+
+def test_generate_is_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with LLM(tiny_model("llama"), record=path, num_blocks=64, block_size=4) as llm:
+        answers = llm.generate([[1, 2, 3], [1, 2, 3, 4]], SamplingParams(max_tokens=5, n=2))
+    trace = read_trace(str(path))
+    assert trace.prompt_tokens.tolist() == [3, 3, 4, 4]
+    said = [len(c.token_ids) for answer in answers for c in answer.completions]
+    assert trace.output_tokens.tolist() == said
+    assert trace.recorded_with == {
+        "num-blocks": 64,
+        "block-size": 4,
+        "max-model-len": llm.max_model_len,
+        "prefix-caching": True,
+        "max-num-seqs": 256,
+        "max-num-batched-tokens": 2048,
+        "chunked-prefill": True,
+        "watermark": 0.01,
+    }
