@@ -112,7 +112,7 @@ def test_a_recorded_run_is_a_trace_like_any_other(
         "reserve-pow2",
         "reserve-exact",
     ]
-    assert result["schemes"][0]["finished"] == 7  # samples; the request that was cancelled has 2 more
+    assert result["schemes"][0]["finished"] == 7  # without the 2 that were cancelled
 
 
 @pytest.mark.parametrize(

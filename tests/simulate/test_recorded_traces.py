@@ -1,0 +1,196 @@
+"""Traces of recorded runs: answers that belong together, and requests that were cut short."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.made_trace import made_trace
+from pagedkv.errors import InvalidInput, TraceError
+from pagedkv.scheduling.limits import SchedulerConfig
+from pagedkv.simulate.simulator import SimulationConfig, simulate_scheme
+from pagedkv.simulate.step_time import ONE_STEP, measured_step_time
+from pagedkv.simulate.trace import Trace
+from pagedkv.simulate.trace_formats import read_trace, write_trace
+
+CONFIG = SimulationConfig(
+    num_blocks=12,
+    block_size=4,
+    step_time=measured_step_time(prefill_rate_tokens_per_s=100.0, base_s=0.5),
+    scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, watermark=0.0),
+)
+
+
+def line(**changes: Any) -> dict[str, Any]:
+    whole = {
+        "arrival_s": 0.0,
+        "arrival_step": 0,
+        "request": 0,
+        "sample": 0,
+        "prompt_tokens": 4,
+        "output_tokens": 4,
+    } | changes
+    return {name: value for name, value in whole.items() if value is not None}
+
+
+def written(folder: Path, *lines: dict[str, Any]) -> str:
+    path = folder / "run.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return str(path)
+
+
+def with_samples(trace: Trace, samples: int) -> Trace:
+    """The trace with each request `samples` times, as answers to one prompt."""
+    rows = np.repeat(np.arange(len(trace)), samples)
+    return replace(
+        trace,
+        arrival_s=trace.arrival_s[rows],
+        prompt_tokens=trace.prompt_tokens[rows],
+        output_tokens=trace.output_tokens[rows],
+        session=trace.session[rows],
+        prefix_offsets=np.zeros(len(rows) + 1, dtype=np.int64),
+        sample=np.tile(np.arange(samples), len(trace)),
+    )
+
+
+def test_recorded_samples_run_like_samples_that_are_asked_for() -> None:
+    trace = made_trace([(0.0, 9, 12), (0.0, 3, 7), (2.0, 14, 2), (2.5, 5, 6)])
+    small = replace(CONFIG, num_blocks=8)
+    asked = simulate_scheme(trace, replace(small, num_samples=3), "paged")
+    recorded = simulate_scheme(with_samples(trace, 3), small, "paged")
+    for name in ("preemptions", "num_steps", "duration_s", "finished", "ttft_s", "share"):
+        assert getattr(asked, name) == getattr(recorded, name), name
+    assert asked.preemptions > 0
+
+
+def test_a_request_is_refused_with_all_of_its_samples() -> None:
+    trace = with_samples(made_trace([(0.0, 9, 5), (0.0, 3, 7)]), 2)
+    trace.output_tokens[3] = 90
+    result = simulate_scheme(trace, CONFIG, "paged")
+    assert result.refused == (
+        "request 2 (93 tokens, at 0.0 s) needs 23 blocks, the whole memory has 12",
+    )
+    assert result.finished == 2
+    result = simulate_scheme(with_samples(made_trace([(0.0, 2, 2)]), 5), CONFIG, "paged")
+    assert result.refused == (
+        "request 1 (4 tokens, at 0.0 s) has 5 answers, which run at once, and max-num-seqs is 4",
+    )
+    assert result.num_steps == 0
+
+
+def test_samples_of_samples_and_steps_on_other_schemes_are_refused(tmp_path: Path) -> None:
+    trace = with_samples(made_trace([(0.0, 9, 5)]), 2)
+    with pytest.raises(InvalidInput, match="leave num-samples at 1"):
+        simulate_scheme(trace, replace(CONFIG, num_samples=2), "paged")
+    by_step = read_trace(written(tmp_path, line()), by_step=True)
+    with pytest.raises(InvalidInput, match="leave out scheme reserve-max"):
+        simulate_scheme(by_step, CONFIG, "reserve-max")
+
+
+def test_lines_are_put_in_the_order_in_which_requests_came(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        line(request=2, arrival_s=3.0, arrival_step=5, prompt_tokens=2),
+        line(request=1, sample=0, prompt_tokens=7),
+        line(request=1, sample=1, prompt_tokens=7),
+        line(request=0, prompt_tokens=9),
+    )
+    for by_step in (False, True):
+        trace = read_trace(path, by_step=by_step)
+        assert trace.prompt_tokens.tolist() == [9, 7, 7, 2]
+        assert trace.sample is not None and trace.sample.tolist() == [0, 0, 1, 0]
+        assert trace.arrival_s.tolist() == [0, 0, 0, 5 if by_step else 3]
+        assert trace.remarks == ()
+        assert trace.num_requests == 3
+    assert trace.first(2).prompt_tokens.tolist() == [9, 7, 7]
+
+
+def test_who_leaves_at_the_same_step_leaves_in_the_order_of_the_lines(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        line(request=2, cancelled_step=4),
+        line(request=0, cancelled_step=4, output_tokens=0),
+        line(request=3, failed_step=3),
+        line(request=1, cancelled_step=1),
+    )
+    cut = read_trace(path, by_step=True).interruptions
+    assert cut is not None
+    assert cut.cancelled.tolist() == [1, 2, 0] and cut.cancelled_s.tolist() == [1, 4, 4]
+    assert cut.failed.tolist() == [3] and cut.failed_s.tolist() == [3]
+    cut = read_trace(path, by_step=True).first(2).interruptions
+    assert cut is not None
+    assert cut.cancelled.tolist() == [1, 0] and len(cut.failed) == 0
+
+
+def test_whoever_is_cancelled_before_anything_was_computed_takes_nothing(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        line(request=0, cancelled_step=0, output_tokens=0),
+        line(request=1, output_tokens=2),
+    )
+    trace = read_trace(path, by_step=True)
+    result = simulate_scheme(trace, replace(CONFIG, step_time=ONE_STEP), "paged")
+    assert result.num_steps == 2 and result.finished == 1 and result.running_peak == 1
+
+
+def test_a_recorded_trace_is_written_and_read_back(tmp_path: Path) -> None:
+    ids = {"prefix_granularity": 4, "covers_output": True}
+    trace = read_trace(
+        written(
+            tmp_path,
+            line(**ids, prefix_ids=["a", "b"], engine={"num-blocks": 7, "watermark": 0.5}),
+            line(**ids, prefix_ids=["a", "c"], sample=1),
+            line(**ids, prefix_ids=[], unshared=True, request=1, arrival_s=2.0),
+        )
+    )
+    write_trace(trace, str(tmp_path / "again.jsonl"))
+    again = read_trace(str(tmp_path / "again.jsonl"))
+    for name in ("arrival_s", "prompt_tokens", "output_tokens", "sample", "prefix_ids"):
+        assert getattr(again, name).tolist() == getattr(trace, name).tolist(), name
+    assert again.prefix_offsets.tolist() == trace.prefix_offsets.tolist() == [0, 2, 4, 4]
+    assert again.recorded_with == {"num-blocks": 7, "watermark": 0.5}
+    by_step = read_trace(str(tmp_path / "run.jsonl"), by_step=True)
+    with pytest.raises(TraceError, match="read by its steps is not written"):
+        write_trace(by_step, str(tmp_path / "steps.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ([line(), line(sample=2)], "line 2, field 'sample': 2 of request 0 does not follow"),
+        ([line(), line(sample=1, prompt_tokens=9)], "line 2, field 'sample': 1 of request 0"),
+        ([line(), line(request=1, sample=1)], "line 2, field 'sample': 1 of request 1"),
+        ([line(sample=1)], "line 1, field 'sample': 1 of request 0 does not follow"),
+        ([line(), line()], "line 2, field 'request': 0 has two first answers"),
+        ([line(), line(request=None)], "line 2, field 'request': is missing"),
+        ([line(engine=3)], "line 1, field 'engine': 3 is not an object of settings"),
+        ([line(engine={"a": "b"})], "line 1, field 'engine': a is 'b', not a number or true"),
+        ([line(output_tokens=0)], "line 1, field 'output_tokens': must be at least 1"),
+        (
+            [line(prefix_ids=[], prefix_granularity=4, covers_output=True)],
+            "line 1, field 'prefix_ids': has 0 ids, 8 tokens need 2",
+        ),
+    ],
+)
+def test_lines_that_do_not_fit_together_are_refused(
+    tmp_path: Path, lines: list[dict[str, Any]], problem: str
+) -> None:
+    path = written(tmp_path, *lines)
+    with pytest.raises(TraceError) as refused:
+        read_trace(path)
+    assert f"run.jsonl, {problem}" in str(refused.value)
+
+
+def test_without_steps_nothing_goes_by_steps(tmp_path: Path) -> None:
+    path = written(tmp_path, line(), line(request=1, arrival_step=None))
+    assert len(read_trace(path)) == 2
+    with pytest.raises(TraceError, match="line 2, field 'arrival_step': is missing"):
+        read_trace(path, by_step=True)
+    path = written(tmp_path, line(request=None))
+    with pytest.raises(TraceError, match="is not the recording of a run"):
+        read_trace(path, by_step=True)
