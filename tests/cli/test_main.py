@@ -139,3 +139,16 @@ def test_the_command_loads_what_a_subcommand_needs_only_for_that_one() -> None:
     )
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert not loaded & {"polars", "plotly", "torch", "transformers"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_a_full_disk_behind_standard_output_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pagedkv", "--help"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "pagedkv: standard output: No space left on device\n"

@@ -391,7 +391,6 @@ BAD_CALLS: list[tuple[Call, str]] = [
     (lambda kv, a: kv.extend([a], [-1]), "token id -1 at place 0"),
     (lambda kv, a: kv.extend([a], [[1, -1]]), "token id -1 at place 1"),
     (lambda kv, a: kv.extend([a], [None]), "token ids are object: give integers"),
-    (lambda kv, a: kv.extend([a], np.array([[1, 2]])), r"token ids have shape \(1, 2\)"),
     (lambda kv, a: kv.extend([float(a)], [1]), "sequences are float64: give integers"),
     (lambda kv, a: kv.extend([str(a)], [1]), "sequences are <U1: give integers"),
     (lambda kv, a: kv.extend([[a]], [1]), r"sequences have shape \(1, 1\)"),
@@ -569,3 +568,37 @@ def test_sequences_leave_no_python_objects_behind() -> None:
 
     run(50)
     assert abs(run(50) - run(5)) < 20
+
+
+def test_a_block_that_foreign_keys_name_twice_hits_once() -> None:
+    kv = KVCacheManager(8, 4)
+    key = np.array([[1, 1]], dtype=np.uint64)
+    a = kv.add_keyed_sequence(4, key)
+    kv.commit([a])
+    b = kv.add_keyed_sequence(13, np.repeat(key, 3, axis=0))
+    assert kv.block_table(b).tolist() == [0, 1, 2, 3]
+    assert kv.num_cached_tokens(b) == 4
+    kv.verify()
+    with pytest.raises(OutOfBlocks):
+        kv.add_keyed_sequence(20_001, np.repeat(key, 5_000, axis=0))
+    kv.commit([b])
+    kv.free(a)
+    kv.free(b)
+    kv.verify()
+    assert kv.statistics().cached_blocks == 1
+
+
+@pytest.mark.parametrize("token_ids", [5, {1}, None])
+def test_tokens_that_are_no_list_are_refused(token_ids: object) -> None:
+    kv = KVCacheManager(8, 4)
+    a = kv.add_sequence([1])
+    with pytest.raises(InvalidInput, match="1 sequences, but tokens for"):
+        kv.extend([a], token_ids)  # type: ignore[arg-type]
+
+
+def test_rows_of_an_array_are_the_tokens_of_each_sequence() -> None:
+    kv = KVCacheManager(8, 4)
+    a, b = kv.add_sequence([1]), kv.add_sequence([2])
+    step = kv.extend(np.array([a, b]), np.array([[3, 4], [5, 6]]))
+    assert step.query_starts.tolist() == [0, 2, 4]
+    assert step.lengths.tolist() == [3, 3]

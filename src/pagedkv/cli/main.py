@@ -90,12 +90,17 @@ def run(arguments: Sequence[str]) -> int:
             standalone_mode=False,
             obj=tuple(arguments),
         )
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed before we began
+            sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except BrokenPipeError:
         # The reader has enough. Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except OSError as error:  # a full disk behind standard output, say
+        # What could not be written is still in the buffer, and would fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _fail(f"standard output: {error.strerror or error}")
     except (KeyboardInterrupt, typer.Abort):
         print(file=sys.stderr)
         return INTERRUPTED

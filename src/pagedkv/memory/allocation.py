@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pagedkv.compiling import compiled_in_place, compiled_inline
 from pagedkv.memory import block_pool, block_table, copy_on_write, prefix_cache
 from pagedkv.memory.block_table import NO_BLOCK, BlockTables, blocks_for, make_tables
-from pagedkv.memory.blocks import FREE, BlockPool, make_pool
+from pagedkv.memory.blocks import FREE, NO_KEY, PUBLISHED, BlockPool, make_pool
 
 AHEAD = 16
 """How many blocks ahead of a loop the index is told of what comes."""
@@ -59,6 +59,25 @@ def find_prefix(
         if pool.ref_count[block] == 0:
             num_free += 1
     return limit, num_free
+
+
+@compiled_in_place
+def count_distinct(pool: BlockPool, found: NDArray[np.int32], num_hits: int) -> tuple[int, int]:
+    """How many of the first hits are different blocks, and how many of those are free.
+
+    Keys of the caller's own making may name one block twice, but a block has one place in a
+    sequence: from its second on, nothing hits. Each block is marked while counting, and all are
+    published again before this returns.
+    """
+    num_distinct, num_free = 0, 0
+    while num_distinct < num_hits and pool.key_state[found[num_distinct]] == PUBLISHED:
+        pool.key_state[found[num_distinct]] = NO_KEY
+        if pool.ref_count[found[num_distinct]] == 0:
+            num_free += 1
+        num_distinct += 1
+    for i in range(num_distinct):
+        pool.key_state[found[i]] = PUBLISHED
+    return num_distinct, num_free
 
 
 @compiled_in_place

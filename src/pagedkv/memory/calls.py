@@ -50,12 +50,12 @@ def add_tokens(
 
 @compiled
 def add_keyed(
-    state: State, keys: NDArray[np.uint64], num_tokens: int, max_new_tokens: int, block_size: int
+    state: State, keys: NDArray[np.uint64], num_tokens: int, block_size: int
 ) -> tuple[Outcome, int, int]:
     """`extension.add`; returns the outcome, the sequence and its cached tokens."""
     memory = Memory(BlockPool(*state[0]), BlockTables(*state[1]))
     outcome, row, num_cached = extension.add(
-        memory, Tails(*state[2]), keys, num_tokens, max_new_tokens, block_size
+        memory, Tails(*state[2]), keys, num_tokens, num_tokens, block_size
     )
     return outcome, block_table.sequence_of(memory.tables, row) if row >= 0 else -1, num_cached
 

@@ -252,9 +252,8 @@ def add(
     outcome, the row, of which there must be a free one, and the number of cached tokens.
     """
     found = np.empty(len(keys), dtype=np.int32)
-    num_hits, num_hits_free = allocation.find_prefix(
-        memory.pool, keys, num_tokens, block_size, found
-    )
+    num_hits, _ = allocation.find_prefix(memory.pool, keys, num_tokens, block_size, found)
+    num_hits, num_hits_free = allocation.count_distinct(memory.pool, found, num_hits)
     num_cached = num_hits * block_size
     num_held = min(num_tokens, num_cached + max_new_tokens)
     needed = blocks_for(num_held, block_size) - num_hits

@@ -105,7 +105,10 @@ class KVCacheManager:
         self._caching = prefix_caching
         self._secret = np.frombuffer(secret, dtype="<u8").astype(np.uint64)
         self._root = block_key.root_key(self._secret, {})
-        self._memory = allocation.make_memory(num_blocks, num_rows=16, width=_stride(16))
+        try:
+            self._memory = allocation.make_memory(num_blocks, num_rows=16, width=_stride(16))
+        except MemoryError as error:
+            raise InvalidInput(f"{num_blocks} blocks take more memory than there is") from error
         self._tails = extension.make_tails(16, block_size)
         self._state = calls.state_of(self._memory, self._tails)
         self._longest = 0  # no sequence has more tokens than this
@@ -191,7 +194,7 @@ class KVCacheManager:
         if not self._caching:
             keys = keys[:0]
         self._make_room(num_tokens, rows=1)
-        added = calls.add_keyed(self._state, keys, num_tokens, _NO_LIMIT, self._block_size)
+        added = calls.add_keyed(self._state, keys, num_tokens, self._block_size)
         return self._added(added, num_tokens)
 
     def extend(self, sequences: Sequences, token_ids: TokenIds | Sequence[TokenIds]) -> Step:
@@ -204,12 +207,13 @@ class KVCacheManager:
         a bad id. O(1) a block; one compiled call.
         """
         named = _as_integers("sequences", sequences)
-        if len(token_ids) != len(named):
+        if not hasattr(token_ids, "__getitem__") or len(token_ids) != len(named):
+            given = len(token_ids) if hasattr(token_ids, "__len__") else repr(token_ids)
             raise InvalidInput(
-                f"{len(named)} sequences, but tokens for {len(token_ids)}: give one id, or one "
-                "list of ids, for each sequence"
+                f"{len(named)} sequences, but tokens for {given}: give one id, or one list of "
+                "ids, for each sequence"
             )
-        if len(named) and not isinstance(token_ids, np.ndarray) and np.ndim(token_ids[0]):
+        if len(named) and np.ndim(token_ids[0]):
             return self._extend_ragged(named, token_ids)  # type: ignore[arg-type]
         if self._longest >= self._memory.tables.entries.shape[1] * self._block_size:
             self._longest = int(self._memory.tables.num_tokens.max())  # forget freed sequences
