@@ -14,6 +14,7 @@ def check_beside(result: SchemeResult, slow: Replay, of: dict[int, Request]) -> 
     """`of`: sequence -> its request, for all that are not refused."""
     assert result.num_steps == slow.num_steps
     assert result.finished == len(slow.finish_s)
+    assert result.began == len(slow.first_token_s)
     assert result.preemptions == slow.preemptions
     assert result.duration_s == pytest.approx(slow.now_s)
     assert [result.share[kind] for kind in KINDS] == pytest.approx(slow.share(), abs=1e-9)

@@ -112,7 +112,7 @@ def nan_result() -> SimulationResult:
     nothing = Percentiles(float("nan"), float("nan"), float("nan"))
     paged, rival, *rest = result.schemes
     refused = tuple(f"request {i} needs 2,048 tokens, the whole memory has 1,024" for i in range(9))
-    rival = replace(rival, ttft_s=nothing, finished=0, requests_per_s=0.0, refused=refused)
+    rival = replace(rival, ttft_s=nothing, began=0, finished=0, requests_per_s=0.0, refused=refused)
     return replace(result, schemes=(replace(paged, tpot_s=nothing), rival, *rest))
 
 
@@ -212,6 +212,7 @@ def _scheme(
         tpot_s=Percentiles(0.0313, 0.0371, 0.0544),
         duration_s=now,
         num_steps=len(rows) * 16,
+        began=len(arrival),
         finished=len(arrival),
         refused=(),
         timeline=Timeline(

@@ -72,6 +72,14 @@ def test_no_sentence_is_made_of_numbers_that_were_not_observed() -> None:
     assert "first token" not in text
 
 
+def test_who_never_saw_a_first_token_is_not_told_as_having_seen_one() -> None:
+    paged, rival, *rest = RESULT.schemes
+    cut = replace(RESULT, schemes=(paged, replace(rival, began=17), *rest))
+    (sentence,) = (s for s in headlines(cut) if "first token" in s)
+    assert sentence.startswith("Half of the requests that saw a first token saw it within ")
+    assert "(60 requests), against " in sentence and sentence.endswith(" under reserve-max (17).")
+
+
 def test_the_hit_rate_between_two_points_is_that_of_the_lower_one() -> None:
     at = [hit_rate_at(CURVE, n) for n in (0, 1, 2, 4, 5, 8, 9, 10**9)]
     assert at == [0.0, 0.0, 0.1, 0.1, 0.3, 0.3, 0.4, 0.4]

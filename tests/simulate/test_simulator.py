@@ -154,6 +154,23 @@ def test_a_run_ends_at_its_horizon_with_the_step_that_crosses_it() -> None:
         assert result.timeline.end_s[-1] == pytest.approx(result.duration_s)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_run_cut_short_counts_what_came_out_by_then(scheme: str) -> None:
+    # Each request takes 11 steps of 20.5 ms and 5 ms for its prompt, one after the other.
+    trace = made_trace([(0.0, 100, 11)] * 3)
+    one_at_a_time = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=512)
+    result = simulate_scheme(trace, config(scheduler=one_at_a_time, horizon_s=0.3), scheme)
+    step_s, first_s = BASE_S + SEQUENCE_S, BASE_S + SEQUENCE_S + 100 / RATE
+    done_s = first_s + 10 * step_s
+    # The second got 4 tokens, the third waits: its time to first token is nobody's.
+    assert (result.began, result.finished, result.num_steps) == (2, 1, 15)
+    assert result.duration_s == pytest.approx(done_s + first_s + 3 * step_s)
+    assert result.requests_per_s == pytest.approx(1 / result.duration_s)
+    assert result.output_tokens_per_s == pytest.approx((11 + 4) / result.duration_s)
+    assert result.ttft_s.p50 == pytest.approx((first_s + done_s + first_s) / 2)
+    assert result.tpot_s.p99 == pytest.approx(step_s)
+
+
 def test_a_run_that_idles_at_its_horizon_ends_there() -> None:
     trace = made_trace([(0.0, 10, 2), (5_000.0, 10, 2)])
     for scheme in SCHEMES:
@@ -241,6 +258,15 @@ def test_the_curve_counts_blocks_of_ids_that_are_coarser_than_a_block() -> None:
     assert curve is not None
     assert (curve.block_size, curve.accesses, curve.distinct) == (32, 6, 3)
     assert curve.ceiling == pytest.approx(3 / 6)
+
+
+def test_the_curve_counts_full_prompt_blocks_where_ids_go_on_over_the_answer() -> None:
+    trace = made_trace(
+        [(0.0, 40, 24), (1.0, 40, 24)], ids=[[0, 1], [0, 1]], granularity=32, covers_output=True
+    )
+    curve = trace_curve(trace, block_size=16)
+    assert curve is not None
+    assert (curve.block_size, curve.accesses, curve.distinct) == (16, 4, 2)
 
 
 def test_the_curve_counts_full_blocks_of_finer_ids() -> None:

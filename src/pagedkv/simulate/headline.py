@@ -55,7 +55,13 @@ def headlines(result: SimulationResult) -> tuple[str, ...]:
             f"{_percent(rival.share['token_states'])}."
         )
     wait, wait_rival = paged.ttft_s.p50, rival.ttft_s.p50
-    if math.isfinite(wait) and math.isfinite(wait_rival):
+    if math.isfinite(wait) and math.isfinite(wait_rival) and paged.began != rival.began:
+        sentences.append(
+            f"Half of the requests that saw a first token saw it within {show_seconds(wait)} "
+            f"({paged.began:,} requests), against {show_seconds(wait_rival)} under {rival.scheme} "
+            f"({rival.began:,})."
+        )
+    elif math.isfinite(wait) and math.isfinite(wait_rival):
         sentences.append(
             f"Half of the requests see their first token within {show_seconds(wait)}, against "
             f"{show_seconds(wait_rival)} under {rival.scheme}."

@@ -166,7 +166,8 @@ METRICS: tuple[Metric, ...] = (
         "Hit rate, all",
         "%",
         PREFIXES,
-        "The same over all admissions: a request that was preempted and comes back counts again.",
+        "The same over all admissions: a preempted request that comes back counts again, with its "
+        "prompt and the answer so far, and may find its own blocks.",
         lambda scheme: scheme.hit_rate_all,
         100.0,
         2,
@@ -197,7 +198,7 @@ METRICS: tuple[Metric, ...] = (
         "Throughput",
         "requests/s",
         SPEED,
-        "Requests finished, divided by the time from the first arrival to the last finish.",
+        "Requests finished, divided by the duration of the run.",
         lambda scheme: scheme.requests_per_s,
     ),
     Metric(
@@ -205,8 +206,8 @@ METRICS: tuple[Metric, ...] = (
         "Output",
         "tokens/s",
         SPEED,
-        "Output tokens of finished requests, divided by the same time; recomputed tokens do not "
-        "count.",
+        "Output tokens that came out, those of unfinished requests too, divided by the duration of "
+        "the run; recomputed tokens do not count.",
         lambda scheme: scheme.output_tokens_per_s,
     ),
     *(
@@ -215,8 +216,8 @@ METRICS: tuple[Metric, ...] = (
             f"TTFT p{percent}",
             "s",
             SPEED,
-            "Time to first token, percentile over finished requests: from arrival, "
-            "waiting included, to the end of the step that yields the first output token.",
+            "Time to first token, percentile over requests that got one before the run ended: from "
+            "arrival, waiting included, to the end of the step that yields it.",
             _percentile_of("ttft_s", percent),
         )
         for percent in (50, 90, 99)
@@ -239,7 +240,8 @@ METRICS: tuple[Metric, ...] = (
         "Duration",
         "s",
         RUN,
-        "Simulated time from the first arrival to the last finish.",
+        "Simulated time from the first arrival to the end of the last step; a run cut short by "
+        "--duration ends with the step that reaches that time, or at it where nobody is there.",
         lambda scheme: scheme.duration_s,
     ),
     Metric(
@@ -249,6 +251,16 @@ METRICS: tuple[Metric, ...] = (
         RUN,
         "Forward passes of the model that the scheduler ordered.",
         lambda scheme: scheme.num_steps,
+        1.0,
+        0,
+    ),
+    Metric(
+        "began",
+        "Began",
+        "requests",
+        RUN,
+        "Requests that got their first output token before the run ended: those that TTFT is of.",
+        lambda scheme: scheme.began,
         1.0,
         0,
     ),
@@ -267,8 +279,8 @@ METRICS: tuple[Metric, ...] = (
         "Refused",
         "requests",
         RUN,
-        "Requests that need more than the whole memory under this scheme, refused when they "
-        "arrive.",
+        "Requests that are longer than the model serves, or need more memory or seats than there "
+        "are under this scheme: refused when they arrive.",
         lambda scheme: len(scheme.refused),
         1.0,
         0,
@@ -281,8 +293,8 @@ CURVE_DEFINITIONS: tuple[Definition, ...] = (
         "Hit rate at a size",
         "%",
         CURVE,
-        "Share of the trace's accesses to full prompt blocks that find the block in a cache of "
-        "that many blocks which drops the least recently used first; exact, time ignored.",
+        "Share of the trace's accesses that find their block in a cache of that many blocks which "
+        "drops the least recently used first; exact, time ignored.",
     ),
     Definition(
         "ceiling",
@@ -303,14 +315,16 @@ CURVE_DEFINITIONS: tuple[Definition, ...] = (
         "Accesses",
         "blocks",
         CURVE,
-        "Full prompt blocks of all requests, each a look-up in the cache.",
+        "Look-ups of all requests in turn: one for each prefix id, a last one for fewer tokens "
+        "too, if the ids are a prompt's and no finer than a block; else one for each block that a "
+        "prompt fills.",
     ),
     Definition(
         "distinct",
         "Distinct",
         "blocks",
         CURVE,
-        "Different blocks among them: each misses at least once.",
+        "Different blocks among the accesses: each misses at least once.",
     ),
 )
 
@@ -368,9 +382,17 @@ def definitions_by_group() -> dict[str, list[Definition]]:
     return groups
 
 
+_ANSWERS = (
+    "Where several answers are generated to a prompt (--samples), each answer counts as a request"
+)
+
 GROUP_NOTES = {
     MEMORY: "Shares of the KV memory, averaged over the time during which any request waits or "
     "runs. The six kinds add up to 100 %.",
+    CONCURRENCY: f"{_ANSWERS}.",
+    SPEED: f"{_ANSWERS}. Who still waits for a first token when --duration ends the run is in no "
+    "percentile, which flatters a scheme that keeps many waiting: compare how many began.",
+    RUN: f"{_ANSWERS}, but for those refused, which are prompts.",
     CURVE: "One pass over the trace, whatever the scheme; only for traces with prefix ids.",
 }
 """What holds for a whole group, said once."""

@@ -72,6 +72,7 @@ class SchemeResult:
     tpot_s: Percentiles
     duration_s: float
     num_steps: int
+    began: int  # sequences that got a first token
     finished: int
     refused: tuple[str, ...]  # one line for each request that could never fit
     timeline: Timeline

@@ -117,8 +117,10 @@ def simulate_scheme(
 def trace_curve(trace: Trace, *, block_size: int) -> HitRateCurve | None:
     """The hit rate of the trace's prompts at every memory size; None without prefix ids.
 
-    Blocks are those of the ids where these are coarser than `block_size`: a finer block hits
-    with the id that it is a part of.
+    Where the ids are a prompt's alone and no finer than `block_size`, an access is an id, a last
+    one for fewer tokens included, and a block of the curve is as large as an id: a finer block
+    hits with the id that it is a part of. Otherwise an access is a block of `block_size` that the
+    prompt fills.
     """
     if not trace.has_prefix_ids:
         return None
@@ -447,6 +449,7 @@ def _result(
         tpot_s=_percentiles(tpot_s),
         duration_s=duration_s,
         num_steps=int(totals[STEPS]),
+        began=len(ttft_s),
         finished=int(totals[FINISHED_COUNT]),
         refused=tuple(refused),
         timeline=observation.timeline(seen),
