@@ -127,6 +127,8 @@ def test_descriptions_say_what_the_time_is_from():
     [
         ({"num_gpus": 0}, "num_gpus is 0"),
         ({"compute_efficiency": 0.0}, "compute_efficiency is 0"),
+        ({"compute_efficiency": 1e-300}, "compute_efficiency is 1e-300: it must be from 1e-06"),
+        ({"overhead_s": 1e300}, r"overhead_s is 1e\+300 s: it must be from 0 to 1e\+06"),
         ({"bandwidth_efficiency": 1.5}, r"bandwidth_efficiency is 1\.5"),
         ({"overhead_s": -1.0}, "overhead_s is -1 s"),
         ({"sequence_s": float("nan")}, "sequence_s is nan s"),
@@ -142,12 +144,16 @@ def test_a_roofline_out_of_range_is_refused_by_name(changes, named):
     [
         ({"prefill_rate_tokens_per_s": 0}, "prefill rate is 0 tokens/s"),
         ({"prefill_rate_tokens_per_s": float("inf")}, "prefill rate is inf"),
-        ({"base_s": 0}, "step time is 0 s: it must be above 0"),
+        ({"base_s": 0}, "step time is 0 s: it must be from 1e-09 to"),
         ({"base_s": -1}, "step time is -1 s"),
+        ({"base_s": 1e-300}, "step time is 1e-300 s"),
+        ({"base_s": 1e300}, r"step time is 1e\+300 s"),
+        ({"prefill_rate_tokens_per_s": 1e-300}, "prefill rate is 1e-300 tokens/s: it must be from"),
+        ({"prefill_rate_tokens_per_s": float("nan")}, "prefill rate is nan"),
         ({"sequence_s": -1}, "sequence_s is -1 s"),
     ],
 )
-def test_measured_rates_that_let_no_time_pass_are_refused(changes, named):
+def test_measured_rates_with_which_no_time_passes_or_all_of_it_are_refused(changes, named):
     rates = {"prefill_rate_tokens_per_s": 1_000.0, "base_s": 0.02} | changes
     with pytest.raises(InvalidInput, match=named):
         measured_step_time(**rates)

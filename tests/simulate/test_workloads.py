@@ -204,6 +204,9 @@ def test_chat_has_the_turns_and_answers_of_sharegpt() -> None:
         {"num_requests": None, "duration_s": float("nan")},
         {"num_requests": None, "duration_s": float("inf")},
         {"rate_per_s": 0.0},
+        {"rate_per_s": 1e-300},
+        {"rate_per_s": 1e300},
+        {"rate_per_s": 1e9},
         {"rate_per_s": float("nan")},
         {"rate_per_s": float("inf")},
         {"arrivals": "regular"},
@@ -219,6 +222,14 @@ def test_an_argument_out_of_range_is_refused_in_one_line(wrong: dict[str, object
     with pytest.raises(InvalidInput) as caught:
         make_workload(name, **arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_the_warm_up_of_conversations_is_no_way_around_the_most_requests() -> None:
+    with pytest.raises(
+        InvalidInput, match="a rate of 1e\\+06 requests a second: the 900 s of conv"
+    ):
+        make_workload("chat", num_requests=5, rate_per_s=1e6)
+    assert len(make_workload("alpaca", num_requests=5, rate_per_s=1e6)) == 5
 
 
 def test_every_workload_says_where_its_figures_come_from() -> None:

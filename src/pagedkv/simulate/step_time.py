@@ -15,7 +15,6 @@ A roofline leaves `prefill_token` at 0; measured rates leave `compute` and `memo
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +33,13 @@ BANDWIDTH_EFFICIENCY = 0.8
 
 OVERHEAD_S = 0.001
 """Seconds. What a step costs beside its kernels: scheduling, launches, sampling."""
+
+MOST_S = 1e6
+"""Seconds. A step that takes longer is taken for a slip of the keyboard; the sums stay finite."""
+
+LEAST_STEP_S = 1e-9
+PREFILL_RATES_TOKENS_PER_S = (1e-3, 1e12)
+LEAST_EFFICIENCY = 1e-6
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ def roofline_step_time(
 ) -> StepTime:
     """Step time of `model` on `num_gpus` GPUs that share its weights and KV evenly.
 
-    Efficiencies are shares of the peak, above 0 and at most 1; `overhead_s` seconds a step and
+    Efficiencies are shares of the peak, from 1e-6 to 1; `overhead_s` seconds a step and
     `sequence_s` seconds a running sequence come on top. What GPUs tell each other costs
     nothing here. Raises `InvalidInput` for a value out of range.
     """
@@ -98,8 +104,8 @@ def roofline_step_time(
         ("compute_efficiency", compute_efficiency),
         ("bandwidth_efficiency", bandwidth_efficiency),
     ):
-        if not 0 < share <= 1:
-            raise InvalidInput(f"{name} is {share:g}: it must be above 0 and at most 1")
+        if not LEAST_EFFICIENCY <= share <= 1:
+            raise InvalidInput(f"{name} is {share:g}: it must be from {LEAST_EFFICIENCY:g} to 1")
     _check_seconds("overhead_s", overhead_s)
     _check_seconds("sequence_s", sequence_s)
     flops_per_s = gpu.flops_per_s * num_gpus * compute_efficiency
@@ -125,15 +131,19 @@ def measured_step_time(
 
     `prefill_rate_tokens_per_s`: prompt tokens computed a second; `base_s`: seconds that any step
     takes, a decode step with it; `sequence_s`: seconds more for each running sequence. Raises
-    `InvalidInput` unless rate and base are above 0, so that time always passes.
+    `InvalidInput` for a rate below 1e-3 or above 1e12 and for times that no step takes: time
+    always passes, and stays finite.
     """
-    if not (prefill_rate_tokens_per_s > 0 and math.isfinite(prefill_rate_tokens_per_s)):
+    least, most = PREFILL_RATES_TOKENS_PER_S
+    if not least <= prefill_rate_tokens_per_s <= most:
         raise InvalidInput(
-            f"prefill rate is {prefill_rate_tokens_per_s:g} tokens/s: it must be above 0"
+            f"prefill rate is {prefill_rate_tokens_per_s:g} tokens/s: it must be from {least:g} to "
+            f"{most:g}"
         )
-    _check_seconds("step time", base_s)
-    if base_s == 0:
-        raise InvalidInput("step time is 0 s: it must be above 0")
+    if not LEAST_STEP_S <= base_s <= MOST_S:
+        raise InvalidInput(
+            f"step time is {base_s:g} s: it must be from {LEAST_STEP_S:g} to {MOST_S:g}"
+        )
     _check_seconds("sequence_s", sequence_s)
     return StepTime(
         description=(
@@ -173,5 +183,5 @@ def step_time_s(
 
 
 def _check_seconds(name: str, value: float) -> None:
-    if not (value >= 0 and math.isfinite(value)):
-        raise InvalidInput(f"{name} is {value:g} s: it must be 0 or more")
+    if not 0 <= value <= MOST_S:
+        raise InvalidInput(f"{name} is {value:g} s: it must be from 0 to {MOST_S:g}")

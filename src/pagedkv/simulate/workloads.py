@@ -27,6 +27,10 @@ unless told otherwise. They are gamma distributed; 1 would be Poisson."""
 MAX_REQUESTS = 20_000_000
 """More than this in one workload is taken for a slip of the keyboard."""
 
+RATES_PER_S = (1e-6, 1e9)
+"""The least and the most requests a second that a workload takes: times stay exact enough, and
+finite, on both ends."""
+
 _Lengths = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
@@ -70,8 +74,11 @@ def make_workload(
         raise InvalidInput(f"unknown workload {name!r}: choose from {', '.join(WORKLOADS)}")
     workload = WORKLOADS[name]
     rate = workload.default_rate_per_s if rate_per_s is None else rate_per_s
-    if not 0 < rate < math.inf:
-        raise InvalidInput(f"a rate of {rate} requests a second: it must be above 0")
+    least, most = RATES_PER_S
+    if not least <= rate <= most:
+        raise InvalidInput(
+            f"a rate of {rate} requests a second: it must be from {least:g} to {most:g}"
+        )
     if arrivals not in ARRIVALS:
         raise InvalidInput(f"unknown arrivals {arrivals!r}: choose from {', '.join(ARRIVALS)}")
     if not 0 < burstiness_cv <= 100:
@@ -85,7 +92,13 @@ def make_workload(
     if duration_s is not None and not 0 < duration_s < math.inf:
         raise InvalidInput(f"a duration of {duration_s} s: it must be above 0")
     if (num_requests or 0) > MAX_REQUESTS or (duration_s or 0) * rate > MAX_REQUESTS:
-        raise InvalidInput(f"more than {MAX_REQUESTS} requests: ask for fewer, or a lower rate")
+        raise InvalidInput(f"more than {MAX_REQUESTS:,} requests: ask for fewer, or a lower rate")
+    if workload.lengths is None and _CHAT_WARM_UP_S * rate > MAX_REQUESTS:
+        raise InvalidInput(
+            f"a rate of {rate:g} requests a second: the {_CHAT_WARM_UP_S:g} s of conversations "
+            f"that come before {name} begins would be more than {MAX_REQUESTS:,} requests: give a "
+            "lower rate"
+        )
 
     cv = burstiness_cv if arrivals == "bursty" else 1.0
     rng = Generator(PCG64(seed))
