@@ -77,6 +77,36 @@ def test_an_edit_of_a_callee_in_another_file_is_seen(package: Path, tmp_path: Pa
     assert run(PROGRAM, package.parent, cache) == ["compiling", "42", "42"]
 
 
+def test_each_constant_that_is_closed_over_has_its_own_code_in_the_cache(
+    package: Path, tmp_path: Path
+) -> None:
+    (package / "caller.py").write_text(
+        "from pagedkv.compiling import compiled, compiled_in_place\n"
+        "def make(n):\n"
+        "    @compiled_in_place\n    def add(x):\n        return x + n\n"
+        "    @compiled\n    def answer(x):\n        return add(x)\n"
+        "    return answer\n"
+    )
+    for n in (1, 20, 300):
+        ask = f"caller.answer = caller.make({n}); print(caller.answer(1))"
+        program = PROGRAM.replace("print(caller.answer(1))", ask, 1)
+        answer = str(n + 1)
+        assert run(program, package.parent, tmp_path / "cache") == ["compiling", answer, answer]
+        assert run(program, package.parent, tmp_path / "cache") == [answer, answer]
+
+
+@pytest.mark.skipif(not IS_COMPILED, reason="NUMBA_DISABLE_JIT=1")
+def test_only_constants_and_compiled_functions_may_be_closed_over() -> None:
+    constants = [1, 2]
+
+    @compiled
+    def answer(x: int) -> int:
+        return constants[x]
+
+    with pytest.raises(TypeError, match="only constants may be"):
+        answer(1)
+
+
 def test_an_edit_of_a_module_that_nothing_imports_costs_nothing(
     package: Path, tmp_path: Path
 ) -> None:
