@@ -67,13 +67,13 @@ _OF_THEIR_OWN: dict[str, dict[str, Any]] = {
     "llama4_text": {"layer_types": ["chunked_attention", "full_attention"] * 2},
     "opt": {"ffn_dim": 96},
     "youtu": _LATENT,
-    **dict.fromkeys(
-        (
-            *("cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "olmo3", "vaultgemma"),
-            *("qwen2", "qwen2_moe", "qwen3", "smollm3", "laguna", "mimo_v2_flash", "ministral"),
-        ),
-        {"layer_types": _ALTERNATING, "use_sliding_window": True},
-    ),
+    **{
+        model_type: {"layer_types": _ALTERNATING, "use_sliding_window": True}
+        for model_type in (
+            *("cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "laguna", "mimo_v2_flash"),
+            *("ministral", "olmo3", "qwen2", "qwen2_moe", "qwen3", "smollm3", "vaultgemma"),
+        )
+    },
 }
 
 
