@@ -87,14 +87,15 @@ def replay(
 def _let_leave(
     memory: Memory, sequences: Sequences, queues: Queues, run: Run, block_size: int
 ) -> bool:
-    """Whose clients go away now end, one request after the other; whether there were any."""
-    anybody = False
+    """Whose clients go away now end, one after the other; whether there were any.
+
+    Those of one request left together, in the order in which they ran; that is the order of its
+    samples, which always stand in it, waiting and running.
+    """
     first, stop = running.next_to_leave(run)
-    while stop > first:
-        scheduler.end(memory, sequences, queues, run.cancelled[first:stop], block_size)
-        anybody = True
-        first, stop = running.next_to_leave(run)
-    return anybody
+    for i in range(first, stop):
+        scheduler.end(memory, sequences, queues, run.cancelled[i : i + 1], block_size)
+    return stop > first
 
 
 @compiled_in_place

@@ -33,9 +33,8 @@ class Run(NamedTuple):
     finish_s: NDArray[np.float64]  # [sequences], NaN until then
     lost: NDArray[np.int64]  # [sequences], computed tokens given up at the last preemption
     step_time: NDArray[np.float64]  # see step_time.StepTime
-    cancelled: NDArray[np.int64]  # [k], sequences that leave, request after request
+    cancelled: NDArray[np.int64]  # [k], sequences that leave, in this order
     cancelled_s: NDArray[np.float64]  # [k], when
-    cancelled_with: NDArray[np.int64]  # [k], their request: its sequences leave together
     failed: NDArray[np.int64]  # [j], sequences that end with a step that fails
     failed_s: NDArray[np.float64]  # [j], when that begins
     clock: NDArray[np.float64]  # [2]
@@ -50,15 +49,10 @@ def make_run(
     *,
     horizon_s: float,
     interruptions: Interruptions | None = None,
-    request: NDArray[np.int64] | None = None,
 ) -> Run:
-    """A replay at time 0 that ends when all is done, or at `horizon_s`.
-
-    `request` int64 [sequences] says which ones belong together; needed for `interruptions`.
-    """
+    """A replay at time 0 that ends when all is done, or at `horizon_s`."""
     n = len(arrival_s)
     cut = Interruptions() if interruptions is None else interruptions
-    of = np.arange(n) if request is None else request
     return Run(
         arrival_s=arrival_s,
         refused=refused,
@@ -69,7 +63,6 @@ def make_run(
         step_time=step_time,
         cancelled=cut.cancelled,
         cancelled_s=cut.cancelled_s,
-        cancelled_with=of[cut.cancelled],
         failed=cut.failed,
         failed_s=cut.failed_s,
         clock=np.array([0.0, horizon_s]),
@@ -103,14 +96,10 @@ def next_work_s(run: Run, sequences: Sequences, queues: Queues) -> float:
 
 @compiled_in_place
 def next_to_leave(run: Run) -> tuple[int, int]:
-    """The range of `run.cancelled` that leaves now, one request's; empty if none does."""
+    """The range of `run.cancelled` that leaves now."""
     first = int(run.totals[NEXT_CANCELLED])
     stop = first
-    while (
-        stop < len(run.cancelled)
-        and run.cancelled_s[stop] <= run.clock[NOW_S]
-        and run.cancelled_with[stop] == run.cancelled_with[first]
-    ):
+    while stop < len(run.cancelled) and run.cancelled_s[stop] <= run.clock[NOW_S]:
         stop += 1
     run.totals[NEXT_CANCELLED] = stop
     return first, stop

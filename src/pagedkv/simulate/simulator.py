@@ -186,7 +186,6 @@ def prepare_paged(trace: Trace, config: SimulationConfig) -> PagedReplay:
     leads = sample == 0
     lead = np.flatnonzero(leads)
     num_answers = np.diff(lead, append=len(sample))
-    request = np.repeat(lead, num_answers)
     total_tokens = _total_tokens(trace, samples)
     computed = total_tokens - 1  # the last token's K and V are never needed
     needed = -(-computed // block_size)
@@ -222,7 +221,7 @@ def prepare_paged(trace: Trace, config: SimulationConfig) -> PagedReplay:
         queues=make_queues(len(total_tokens), seats),
         plan=make_plan(seats, width),
         limits=limits._replace(max_num_seqs=seats),
-        run=_make_run(trace, config, refused, ~leads, request),
+        run=_make_run(trace, config, refused, ~leads),
         observation=_make_observation(trace, config),
         refused=tuple(reasons),
     )
@@ -387,7 +386,6 @@ def _make_run(
     config: SimulationConfig,
     refused: NDArray[np.bool_],
     follows: NDArray[np.bool_],
-    request: NDArray[np.int64] | None = None,
 ) -> Run:
     return make_run(
         np.repeat(trace.arrival_s, config.num_samples),
@@ -396,7 +394,6 @@ def _make_run(
         config.step_time.params(),
         horizon_s=config.horizon_s,
         interruptions=trace.interruptions,
-        request=request,
     )
 
 
