@@ -12,6 +12,23 @@ from typing import Protocol
 
 from models.regions import BuddyMemory, ByteMapMemory
 from models.scheduler_model import ModelSequence, ModelStep, SchedulerModel
+from pagedkv.simulate.step_time import StepTime, measured_step_time
+
+MEASURED = measured_step_time(prefill_rate_tokens_per_s=128.0, base_s=0.5, sequence_s=0.125)
+COMPUTE_BOUND = StepTime("roofline", base_s=0.25, token_compute_s=1 / 64, pair_compute_s=1 / 64)
+MEMORY_BOUND = StepTime("roofline", base_s=0.25, dense_weights_s=1 / 8, context_token_s=1 / 32)
+ROOFLINE = StepTime(
+    "roofline",
+    base_s=0.25,
+    token_compute_s=1 / 64,
+    pair_compute_s=1 / 64,
+    dense_weights_s=1 / 8,
+    context_token_s=1 / 32,
+)
+"""Large, so that a token or a pair that is not counted is seen; for a chunk of some tokens
+`ROOFLINE` waits for the arithmetic, for one token for the memory. All are sums of powers of two, so
+that whatever the order of adding, an arrival is exactly at the end of a step or is not."""
+STEP_TIMES = (MEASURED, COMPUTE_BOUND, MEMORY_BOUND, ROOFLINE)
 
 Kinds = tuple[float, float, float, float, float, float]
 
@@ -74,9 +91,7 @@ def replayed(
     scheme: Scheme,
     arrivals_s: dict[int, float],
     *,
-    base_s: float,
-    prefill_token_s: float,
-    sequence_s: float,
+    step_time: StepTime,
     horizon_s: float = math.inf,
 ) -> Replay:
     """`arrivals_s`: sequence -> when it arrives, in order, without the refused and followers."""
@@ -99,8 +114,7 @@ def replayed(
         lost.update(step.preempted)
         for s in step.admitted:
             r.recomputed += lost.pop(s, 0)
-        prefill = sum(new for _, start, new in step.computes if new > 1 or start == 0)
-        seconds = base_s + prefill * prefill_token_s + len(scheme.running) * sequence_s
+        seconds = step_s(step_time, step, len(scheme.running))
         after = [(n, start + new) for n, start, new in step.computes]
         before = {n: scheme.sequences[n].computed for n, _ in after}
         for n, computed in after:  # what a step writes counts while it runs
@@ -124,6 +138,22 @@ def replayed(
         for s in scheme.drop_done():
             r.finish_s[s] = r.now_s
     return r
+
+
+def step_s(t: StepTime, step: ModelStep, num_running: int) -> float:
+    """`docs/step-time.md`, token by token; without experts."""
+    prefill = compute = 0.0
+    memory = t.dense_weights_s
+    for _, start, new in step.computes:
+        if new > 1 or start == 0:
+            prefill += new * t.prefill_token_s
+        for position in range(start, start + new):
+            compute += t.token_compute_s
+            for _ in range(position + 1):  # itself, and every one before it
+                compute += t.pair_compute_s
+        for _ in range(start + new):  # read once for all tokens of the chunk
+            memory += t.context_token_s
+    return t.base_s + num_running * t.sequence_s + prefill + max(compute, memory)
 
 
 class PagedModel(SchedulerModel):

@@ -232,3 +232,18 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     readmitted = told[next(i for i, t in enumerate(told) if t.preempted) :]
     assert [a for t in readmitted for a in t.admitted] == [(1, 4)]
     assert run.sequences.num_admissions.tolist() == [1, 2]
+
+
+def test_who_gives_way_does_not_come_back_in_the_same_step_although_it_would_fit() -> None:
+    """The younger of two equal prompts has copies of its own, and now finds those of the other."""
+    requests = [
+        keyed(9, 9, block_size=4, shared=8, number=0),
+        keyed(9, 9, block_size=4, shared=8, number=1),
+    ]
+    run = ScheduledRun(requests, 6, Limits(4, 4, 64, True, 0))
+    told = run.steps(at_most=40)
+    gave_way = next(i for i, step in enumerate(told) if step.preempted)
+    assert told[gave_way].preempted == [(1, 12)]
+    assert told[gave_way].admitted == []
+    assert told[gave_way].computes == [(0, 12, 1)]
+    assert told[gave_way + 1].admitted == [(1, 12)]

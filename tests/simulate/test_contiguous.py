@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 
 from models.made_trace import Request, made_trace
 from models.replay_checks import check_beside
-from models.replay_model import ContiguousModel, replayed
+from models.replay_model import MEASURED, STEP_TIMES, ContiguousModel, replayed
 from models.scheduler_model import ModelSequence
 from pagedkv.scheduling.limits import SchedulerConfig
 from pagedkv.simulate.regions import PLACEMENTS
 from pagedkv.simulate.results import KINDS
 from pagedkv.simulate.simulator import SimulationConfig, simulate_scheme
-from pagedkv.simulate.step_time import measured_step_time
 
-STEP_TIME = measured_step_time(prefill_rate_tokens_per_s=100.0, base_s=0.5, sequence_s=0.125)
 SCHEMES = ("reserve-max", "reserve-pow2", "reserve-exact")
 LONGEST = 24
 
@@ -42,7 +40,7 @@ def configs_and_requests(draw: st.DrawFn) -> tuple[SimulationConfig, list[Reques
     config = SimulationConfig(
         num_blocks=draw(st.integers(5, 25)),
         block_size=4,
-        step_time=STEP_TIME,
+        step_time=draw(st.sampled_from(STEP_TIMES)),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 20)),
@@ -96,9 +94,7 @@ def test_a_run_is_the_slow_twins_run(
     slow = replayed(
         model,
         {s: requests[s // samples][0] for s in range(len(sequences)) if fits[s // samples]},
-        base_s=0.5,
-        prefill_token_s=0.01,
-        sequence_s=0.125,
+        step_time=config.step_time,
         horizon_s=config.horizon_s,
     )
     check_beside(result, slow, {s: requests[s // samples] for s in range(len(sequences))})
@@ -114,7 +110,7 @@ def small(num_slots: int, **changes: object) -> SimulationConfig:
     config = SimulationConfig(
         num_blocks=num_slots,
         block_size=1,
-        step_time=STEP_TIME,
+        step_time=MEASURED,
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
         max_model_len=LONGEST,
     )
@@ -151,7 +147,7 @@ def test_free_memory_is_unusable_only_while_the_first_that_waits_fits_nowhere() 
     blocked = simulate_scheme(made_trace([(0.0, 6, 5), (0.0, 6, 1)]), small(29), "reserve-max")
     assert blocked.finished == 2
     # 5 slots beside the first region while the second waits; free while it runs alone.
-    first_s, second_s = 0.625 + 0.06 + 4 * 0.625, 0.625 + 0.06
+    first_s, second_s = 0.625 + 6 / 128 + 4 * 0.625, 0.625 + 6 / 128
     assert blocked.share["unusable"] == pytest.approx(5 / 29 * first_s / (first_s + second_s))
     assert blocked.share["free"] == pytest.approx(5 / 29 * second_s / (first_s + second_s))
 

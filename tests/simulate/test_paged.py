@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 
 from models.made_trace import Request, made_trace
 from models.replay_checks import check_beside
-from models.replay_model import PagedModel, replayed
+from models.replay_model import MEASURED, STEP_TIMES, PagedModel, replayed
 from models.scheduler_model import ModelSequence
 from pagedkv.scheduling.limits import SchedulerConfig
 from pagedkv.simulate.results import KINDS
 from pagedkv.simulate.simulator import SimulationConfig, simulate_scheme
-from pagedkv.simulate.step_time import measured_step_time
 
-STEP_TIME = measured_step_time(prefill_rate_tokens_per_s=100.0, base_s=0.5, sequence_s=0.125)
 FREE = KINDS.index("free")
 CACHED = KINDS.index("cached")
 TOKENS = KINDS.index("token_states")
@@ -30,7 +28,7 @@ def configs_and_requests(draw: st.DrawFn) -> tuple[SimulationConfig, list[Reques
     config = SimulationConfig(
         num_blocks=draw(st.integers(2, 14)),
         block_size=draw(st.sampled_from([1, 2, 4])),
-        step_time=STEP_TIME,
+        step_time=draw(st.sampled_from(STEP_TIMES)),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 12)),
@@ -77,9 +75,7 @@ def test_a_run_is_the_slow_twins_run(case: tuple[SimulationConfig, list[Request]
     slow = replayed(
         model,
         {r * samples: requests[r][0] for r in range(len(requests)) if fits[r]},
-        base_s=0.5,
-        prefill_token_s=0.01,
-        sequence_s=0.125,
+        step_time=config.step_time,
         horizon_s=config.horizon_s,
     )
     check_beside(result, slow, {s: requests[s // samples] for s in range(len(model.sequences))})
@@ -91,7 +87,7 @@ def small(num_blocks: int, block_size: int = 4, **changes: object) -> Simulation
     config = SimulationConfig(
         num_blocks=num_blocks,
         block_size=block_size,
-        step_time=STEP_TIME,
+        step_time=MEASURED,
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, watermark=0.0),
     )
     return replace(config, **changes)  # type: ignore[arg-type]
@@ -149,8 +145,8 @@ def test_hits_of_first_admissions_are_counted_in_tokens() -> None:
 def test_freed_blocks_with_a_key_are_cached_and_the_others_free() -> None:
     trace = made_trace([(0.0, 9, 1), (10.0, 1, 1)], ids=[[0, 1, 2], [3]], granularity=4)
     result = simulate_scheme(trace, small(10), "paged")
-    # One step of 0.625 + 0.09 s with 3 blocks, one of 0.625 + 0.01 s with 1 and 2 cached.
-    first_s, second_s = 0.715, 0.635
+    # One step of 0.625 + 9/128 s with 3 blocks, one of 0.625 + 1/128 s with 1 and 2 cached.
+    first_s, second_s = 0.625 + 9 / 128, 0.625 + 1 / 128
     busy_s = first_s + second_s
     assert result.share["cached"] == pytest.approx(second_s * 2 / 10 / busy_s)
     assert result.share["token_states"] == pytest.approx((first_s * 9 + second_s) / 40 / busy_s)
@@ -164,7 +160,7 @@ def test_freed_blocks_with_a_key_are_cached_and_the_others_free() -> None:
 def test_slots_that_the_answer_will_fill_are_reserved_and_the_rest_never_used() -> None:
     trace = made_trace([(0.0, 9, 2)])
     result = simulate_scheme(trace, small(3), "paged")
-    first_s, second_s = 0.715, 0.625
+    first_s, second_s = 0.625 + 9 / 128, 0.625
     busy_s = first_s + second_s
     assert result.share["reserved"] == pytest.approx(first_s / 12 / busy_s)
     assert result.share["never_used"] == pytest.approx(2 / 12)
@@ -177,7 +173,7 @@ def test_samples_share_the_prompts_blocks() -> None:
     four = simulate_scheme(trace, small(64, num_samples=4), "paged")
     assert one.saved_by_sharing == 0.0
     # While 4 sequences decode, 8 blocks of the prompt count once instead of 4 times.
-    prompt_s, decode_s = 0.945, 1.0
+    prompt_s, decode_s = 0.625 + 32 / 128, 1.0
     entries = prompt_s * 8 + sum(decode_s * 4 * (8 + 1 + i // 4) for i in range(8))
     used = prompt_s * 8 + sum(decode_s * (8 + 4 * (1 + i // 4)) for i in range(8))
     assert four.saved_by_sharing == pytest.approx(1 - used / entries)

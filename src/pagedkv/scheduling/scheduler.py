@@ -11,13 +11,17 @@ First come, first served. In each step:
    only the blocks that this step writes to: two prompts that fit only one after the other run one
    after the other instead of chasing each other out.
 
-Nobody is admitted in a step in which somebody had to give way. When nothing runs the watermark
-does not count, so a sequence that fits at all is always admitted at last.
+Nobody is admitted in a step in which somebody had to give way. It could fit at once, where it had
+blocks of its own of what it now finds in another's, and would take those that the next decodes
+need. When nothing runs the watermark does not count, so a sequence that fits at all is always
+admitted at last.
 
 A sequence at the head of the queue that did not fit is not looked up again in every step. It needs
 at least its blocks less those of them that others use, found or behind a gap in the chain. Those
-grow in number only by blocks that get published or come back into use, at most one block each;
-until these and the blocks that came free could make up for what was missing, it is left alone.
+grow in number only by blocks that get published, at most one block each; until these and the
+blocks that came free could make up for what was missing, it is left alone. (Not by cached blocks
+that somebody finds again: only who gave way can overtake the head, and somebody gives way only
+when no block is free, so by then all that was cached when the head was looked at is gone.)
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ from pagedkv.compiling import compiled_in_place
 from pagedkv.memory import allocation, block_table, prefix_cache
 from pagedkv.memory.allocation import Memory
 from pagedkv.memory.block_table import blocks_for
-from pagedkv.memory.blocks import FREE, PUBLICATIONS, REVIVED
+from pagedkv.memory.blocks import FREE, PUBLICATIONS
 from pagedkv.scheduling import queues as queue
 from pagedkv.scheduling.limits import Limits
 from pagedkv.scheduling.queues import (
@@ -296,7 +300,7 @@ def _admit(
         if needed > room:
             queues.counters[BLOCKED] = s
             queues.counters[BLOCKED_NEED] = _least_needed(memory, keys, num_tokens, block_size)
-            queues.counters[BLOCKED_MARK] = _num_changes(memory)
+            queues.counters[BLOCKED_MARK] = memory.pool.counters[PUBLICATIONS]
             return
         num_cached = num_hits * block_size
         num_new = min(num_tokens - num_cached, budget)
@@ -338,16 +342,11 @@ def _least_needed(
 
 
 @compiled_in_place
-def _num_changes(memory: Memory) -> int:
-    return int(memory.pool.counters[PUBLICATIONS] + memory.pool.counters[REVIVED])
-
-
-@compiled_in_place
 def _is_still_blocked(memory: Memory, queues: Queues, s: int, room: int) -> bool:
     """Whether `s`, found not to fit before, cannot fit yet whatever a look-up would find."""
     if queues.counters[BLOCKED] != s:
         return False
-    could_shrink = _num_changes(memory) - queues.counters[BLOCKED_MARK]
+    could_shrink = memory.pool.counters[PUBLICATIONS] - queues.counters[BLOCKED_MARK]
     return bool(queues.counters[BLOCKED_NEED] - could_shrink > room)
 
 
