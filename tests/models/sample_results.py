@@ -30,8 +30,9 @@ PAPER = (
     PaperFigure("figure 2", "Orca (Max)", "token states", "%", 20.4, 28.4, 8, "points"),
     PaperFigure("figure 2", "vLLM", "token states", "%", 96.3, 95.9, 96, "at least"),
     PaperFigure("figure 13", "vLLM", "requests", "", 30.0, 36.0, 25, "percent"),
+    PaperFigure("figure 13", "vLLM", "fitted", "", 30.0, 30.0, 25, "percent", is_fitted=True),
 )
-"""Made up: one at its bar, one below it, one within it."""
+"""Made up: one at its bar, one below it, one within it, and one that was fitted."""
 
 
 def sample_result(

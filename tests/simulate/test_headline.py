@@ -42,9 +42,24 @@ def _with_running(scheme_means: dict[str, float]):
 
 def test_the_first_sentence_gives_both_numbers_and_their_ratio() -> None:
     result = _with_running({"paged": 30.42, "reserve-max": 7.0})
-    assert headlines(result)[0] == (
-        "Paged memory holds 30.4 requests at once where reserve-max holds 7.0 (4.3 times as many)."
+    paged, *others = result.schemes
+    for no_hits in (None, 0.0):
+        without = replace(result, schemes=(replace(paged, hit_rate_first=no_hits), *others))
+        assert headlines(without)[0] == (
+            "Paged memory holds 30.4 requests at once where reserve-max holds 7.0 (4.3 times as "
+            "many)."
+        )
+        assert "has no prefix cache" not in " ".join(headlines(without))
+
+
+def test_what_the_prefix_cache_has_done_is_not_credited_to_paging_alone() -> None:
+    result = _with_running({"paged": 30.42, "reserve-max": 7.0})
+    first, _, third, _ = headlines(result)
+    assert first == (
+        "Paged memory and its prefix cache together hold 30.4 requests at once where reserve-max "
+        "holds 7.0 (4.3 times as many); --no-prefix-caching shows what paging alone does."
     )
+    assert third.endswith(" under reserve-max, which has no prefix cache.")
 
 
 def test_a_run_in_which_memory_was_never_short_is_told_as_that() -> None:
@@ -77,7 +92,9 @@ def test_who_never_saw_a_first_token_is_not_told_as_having_seen_one() -> None:
     cut = replace(RESULT, schemes=(paged, replace(rival, began=17), *rest))
     (sentence,) = (s for s in headlines(cut) if "first token" in s)
     assert sentence.startswith("Half of the requests that saw a first token saw it within ")
-    assert "(60 requests), against " in sentence and sentence.endswith(" under reserve-max (17).")
+    assert "(60 requests), against " in sentence and sentence.endswith(
+        " under reserve-max (17), which has no prefix cache."
+    )
 
 
 def test_the_hit_rate_between_two_points_is_that_of_the_lower_one() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from pagedkv.simulate import paper
 from pagedkv.simulate.model_geometry import model_geometry
+from pagedkv.simulate.results import count_within_bar
 from pagedkv.simulate.simulator import SCHEMES, SimulationConfig
 from pagedkv.simulate.trace import Trace
 from pagedkv.simulate.workloads import make_workload
@@ -70,6 +71,11 @@ def test_every_figure_is_within_its_bar(setting: SimulationConfig) -> None:
                 bar = (96, "at least")
             assert {(row.bar, row.bar_kind) for row in rows} == {bar}
     assert len(comparison.figures) == 13 + 8 + 3
+    fitted = [(f.figure, f.system, f.paper) for f in comparison.figures if f.is_fitted]
+    assert fitted == [("figure 13", VLLM, 30.42), ("figure 13", VLLM, 132.44)]
+    assert count_within_bar(comparison.figures) == (
+        "22 of 22 figures within the bar, and 2 fitted ones."
+    )
 
     # Of each contiguous system the four kinds are the whole memory.
     for system in (MAX, POW2, ORACLE):

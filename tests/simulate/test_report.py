@@ -392,7 +392,9 @@ def test_the_map_shows_the_kind_of_each_cell(laptop: Browser) -> None:
 
 def test_the_papers_figures_stand_beside_ours_only_where_there_are_any() -> None:
     page = report_html(RESULT)
-    assert "Beside the paper" in page and "2 of 3 figures are within their bar." in page
+    assert (
+        "Beside the paper" in page and "2 of 3 figures within the bar, and 1 fitted ones." in page
+    )
     assert "<td>28.40</td><td>± 8</td><td>yes</td>" in page
     assert "<td>min 96</td><td>NO</td>" in page
     assert "Beside the paper" not in report_html(replace(RESULT, comparison=()))

@@ -143,12 +143,14 @@ def test_explain_defines_every_metric() -> None:
 
 
 def test_a_figure_at_its_bar_is_within_it_and_one_beyond_is_not() -> None:
-    at_bar, below_floor, relative = PAPER
+    at_bar, below_floor, relative, fitted = PAPER
     assert at_bar.difference == pytest.approx(8.0) and at_bar.within_bar
     assert not below_floor.within_bar
     assert relative.difference == pytest.approx(20.0) and relative.within_bar
     assert not replace(relative, ours=20.0).within_bar
     assert not replace(at_bar, ours=12.0).within_bar
+    assert [row.verdict for row in PAPER] == ["yes", "NO", "yes", "fitted"]
+    assert replace(fitted, ours=90.0).verdict == "NO"
 
 
 def test_the_paper_comparison_shows_both_numbers_and_counts_what_is_within() -> None:
@@ -158,4 +160,4 @@ def test_the_paper_comparison_shows_both_numbers_and_counts_what_is_within() -> 
     for cell in ("20.40", "28.40", "+8.0", "± 8", "yes"):
         assert cell in row
     assert "+20.0 %" in text and "min 96" in text and "NO" in text
-    assert "2 of 3 figures within the bar." in text
+    assert "2 of 3 figures within the bar, and 1 fitted ones." in text

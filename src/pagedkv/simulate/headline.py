@@ -42,9 +42,12 @@ def headlines(result: SimulationResult) -> tuple[str, ...]:
             f"{running} requests at once."
         )
     else:
+        hits = bool(paged.hit_rate_first)
+        ours = "Paged memory and its prefix cache together hold" if hits else "Paged memory holds"
+        apart = "; --no-prefix-caching shows what paging alone does" if hits else ""
         sentences.append(
-            f"Paged memory holds {running} requests at once where {rival.scheme} holds "
-            f"{running_rival}{_times(paged.running_mean, rival.running_mean)}."
+            f"{ours} {running} requests at once where {rival.scheme} holds "
+            f"{running_rival}{_times(paged.running_mean, rival.running_mean)}{apart}."
         )
     filled, filled_rival = (filled_share(s) for s in (paged, rival))
     if filled is not None and filled_rival is not None:
@@ -54,17 +57,18 @@ def headlines(result: SimulationResult) -> tuple[str, ...]:
             f"{_percent(paged.share['token_states'])} against "
             f"{_percent(rival.share['token_states'])}."
         )
+    cacheless = ", which has no prefix cache" if paged.hit_rate_first else ""
     wait, wait_rival = paged.ttft_s.p50, rival.ttft_s.p50
     if math.isfinite(wait) and math.isfinite(wait_rival) and paged.began != rival.began:
         sentences.append(
             f"Half of the requests that saw a first token saw it within {show_seconds(wait)} "
             f"({paged.began:,} requests), against {show_seconds(wait_rival)} under {rival.scheme} "
-            f"({rival.began:,})."
+            f"({rival.began:,}){cacheless}."
         )
     elif math.isfinite(wait) and math.isfinite(wait_rival):
         sentences.append(
             f"Half of the requests see their first token within {show_seconds(wait)}, against "
-            f"{show_seconds(wait_rival)} under {rival.scheme}."
+            f"{show_seconds(wait_rival)} under {rival.scheme}{cacheless}."
         )
     if paged.hit_rate_first is not None:
         sentences.append(

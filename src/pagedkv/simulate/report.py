@@ -51,7 +51,13 @@ from pagedkv.simulate.report_figures import (
     scheme_name,
     share_bars,
 )
-from pagedkv.simulate.results import KINDS, HitRateCurve, SchemeResult, SimulationResult
+from pagedkv.simulate.results import (
+    KINDS,
+    HitRateCurve,
+    SchemeResult,
+    SimulationResult,
+    count_within_bar,
+)
 from pagedkv.simulate.whole_file import write_whole
 
 REFUSED_SHOWN = 20
@@ -299,14 +305,13 @@ def _comparison_section(result: SimulationResult) -> str:
         f"<tr><td>{escape(row.figure)}</td><td>{escape(row.system)}</td>"
         f"<td>{escape(row.quantity)}{_unit(row.unit)}</td>"
         f"<td>{row.paper:,.2f}</td><td>{row.ours:,.2f}</td>"
-        f"<td>{escape(row.bar_in_words)}</td><td>{'yes' if row.within_bar else 'NO'}</td></tr>"
+        f"<td>{escape(row.bar_in_words)}</td><td>{row.verdict}</td></tr>"
         for row in result.comparison
     )
-    within = sum(row.within_bar for row in result.comparison)
     return _section(
         "comparison",
         "Beside the paper",
-        f"{within} of {len(result.comparison)} figures are within their bar.",
+        count_within_bar(result.comparison),
         '<div class="scroll" tabindex="0" role="region" aria-label="Figures beside the paper">'
         f'<table class="full"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>',
     )

@@ -82,6 +82,7 @@ KEYS: dict[str, str] = {
     "comparison[].ours": "The number of this simulation.",
     "comparison[].bar": "How far they may be apart, or what ours must reach.",
     "comparison[].bar_kind": "points (of the unit), percent (of the paper's), or at least.",
+    "comparison[].is_fitted": "Whether the simulation was fitted to it and predicts nothing.",
     "comparison[].within_bar": "Whether it holds.",
 }
 """path -> meaning; `[]` stands for the items of a list, `*` for names that vary."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -104,7 +105,8 @@ class PaperFigure:
 
     `paper` and `ours` are in `unit` ("%", "requests", ...). `bar` is what the difference may be:
     so many points (of the unit), so many percent of the paper's number, or, for "at least",
-    the number that ours must not be below.
+    the number that ours must not be below. `is_fitted`: a parameter of the simulation was chosen
+    so that ours agrees; it predicts nothing.
     """
 
     figure: str  # "figure 2"
@@ -115,6 +117,7 @@ class PaperFigure:
     ours: float
     bar: float
     bar_kind: Literal["points", "percent", "at least"]
+    is_fitted: bool = False
 
     @property
     def difference(self) -> float:
@@ -136,6 +139,25 @@ class PaperFigure:
         if self.bar_kind == "at least":
             return self.ours >= self.bar
         return abs(self.difference) <= self.bar
+
+    @property
+    def verdict(self) -> str:
+        """Whether it holds, in a word: yes, NO, or fitted where it had to."""
+        if not self.within_bar:
+            return "NO"
+        return "fitted" if self.is_fitted else "yes"
+
+
+def count_within_bar(figures: Sequence[PaperFigure]) -> str:
+    """How many figures are within their bars, those that were fitted counted apart."""
+    fitted = [figure for figure in figures if figure.is_fitted]
+    predicted = [figure for figure in figures if not figure.is_fitted]
+    counted = f"{sum(f.within_bar for f in predicted)} of {len(predicted)} figures within the bar"
+    if not fitted:
+        return f"{counted}."
+    if all(figure.within_bar for figure in fitted):
+        return f"{counted}, and {len(fitted)} fitted ones."
+    return f"{counted}, and {sum(f.within_bar for f in fitted)} of {len(fitted)} fitted ones."
 
 
 @dataclass(frozen=True)

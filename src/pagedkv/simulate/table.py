@@ -38,9 +38,12 @@ from pagedkv.simulate.results import (
     PaperFigure,
     SchemeResult,
     SimulationResult,
+    count_within_bar,
 )
 
 REFUSED_SHOWN = 3
+
+_VERDICTS = {"yes": "green", "NO": "bold red"}
 
 
 def print_result(result: SimulationResult, console: Console) -> None:
@@ -102,12 +105,11 @@ def print_paper_comparison(rows: Sequence[PaperFigure], console: Console) -> Non
             f"{row.ours:,.2f}",
             f"{row.difference:+,.1f}{' %' if percent else ''}",
             _writable(row.bar_in_words, console),
-            Text("yes", style="green") if row.within_bar else Text("NO", style="bold red"),
+            Text(row.verdict, style=_VERDICTS.get(row.verdict, "")),
         )
         previous = place
     console.print(table)
-    within = sum(row.within_bar for row in rows)
-    _print(console, Text(f"{within} of {len(rows)} figures within the bar."))
+    _print(console, Text(count_within_bar(rows)))
 
 
 def _table() -> Table:
