@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from models.made_trace import made_trace
 from pagedkv.memory import KVCacheManager
 from pagedkv.simulate.block_keys import sequence_keys
 from pagedkv.simulate.trace import Trace
@@ -215,3 +216,21 @@ def test_prompts_of_real_traces_hit_to_the_token_what_vllms_manager_hits(
         kv.commit([sequence])
         kv.free(sequence)
     assert kv.statistics().hit_tokens == hit_tokens
+
+
+def test_ids_of_any_size_are_told_apart() -> None:
+    """A key takes two ids a word: [1 + 2**33, 0] must not read as [1, 2]."""
+    requests = [(0.0, 8, 1)] * 4
+    ids = [[1, 2], [1 + 2**33, 0], [-1, 2**62], [1 + 2**33, 0]]
+    trace = made_trace(requests, ids=ids, granularity=4)
+    _, num_keys, keys = sequence_keys(trace, block_size=8, num_samples=1)
+    assert num_keys.tolist() == [1] * 4
+    one, two, three, again = (tuple(key) for key in keys.tolist())
+    assert len({one, two, three}) == 3 and again == two
+
+
+def test_ids_that_are_small_keep_their_keys_whatever_else_is_in_the_trace() -> None:
+    few = made_trace([(0.0, 8, 1)], ids=[[5, 2**32 - 1]], granularity=4)
+    more = made_trace([(0.0, 8, 1)] * 2, ids=[[5, 2**32 - 1], [0, 3]], granularity=4)
+    keys = [sequence_keys(t, block_size=8, num_samples=1)[2][0].tolist() for t in (few, more)]
+    assert keys[0] == keys[1]

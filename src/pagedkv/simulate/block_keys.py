@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagedkv.compiling import compiled_in_place
-from pagedkv.memory.block_key import block_key
+from pagedkv.memory.block_key import MAX_TOKEN_ID, block_key
 from pagedkv.simulate.trace import Trace
 
 _SECRET = np.array([0x7061676564, 0x6B76], dtype=np.uint64)
@@ -37,6 +37,7 @@ def sequence_keys(
     computed = np.repeat(trace.prompt_tokens + trace.output_tokens - 1, num_samples)
     num_keys = computed // block_size
     num_keys[np.repeat(np.diff(trace.prefix_offsets) == 0, num_samples)] = 0
+    ids = _small_ids(trace.prefix_ids)
     first_key = np.cumsum(num_keys) - num_keys
     keys = np.empty((int(num_keys.sum()), 2), dtype=np.uint64)
     covered = np.repeat(trace.prompt_tokens, num_samples)
@@ -44,7 +45,7 @@ def sequence_keys(
         covered[::num_samples] += trace.output_tokens
     _write_keys(
         _SECRET,
-        trace.prefix_ids,
+        ids,
         trace.prefix_offsets,
         covered,
         trace.granularity,
@@ -55,6 +56,16 @@ def sequence_keys(
         keys,
     )
     return first_key, num_keys, keys
+
+
+def _small_ids(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`ids` themselves where each fits into half a word, as a key takes them; else renumbered.
+
+    Readers and workloads number from 0; a trace that somebody builds may have hashes for ids.
+    """
+    if len(ids) == 0 or (ids.min() >= 0 and ids.max() <= MAX_TOKEN_ID):
+        return ids
+    return np.unique(ids, return_inverse=True)[1].astype(np.int64)
 
 
 @compiled_in_place
