@@ -27,6 +27,7 @@ from pagedkv.simulate import trace_formats as formats
 from pagedkv.simulate.built_in_models import BUILT_IN_CONFIGS
 from pagedkv.simulate.gpus import GPUS
 from pagedkv.simulate.metrics import METRICS
+from pagedkv.simulate.model_geometry import model_geometry
 from pagedkv.simulate.simulator import SCHEMES
 from pagedkv.simulate.workloads import WORKLOADS
 
@@ -403,17 +404,30 @@ def paged(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_without_options_everything_is_the_default_that_help_names(
-    numbers: Callable[..., dict[str, Any]],
+    numbers: Callable[..., dict[str, Any]], help_text: str
 ) -> None:
+    told = defaults_in(help_text)
     found = numbers()
     settings = found["settings"]
-    assert found["trace"]["name"] == "chat"
-    assert found["trace"]["num_requests"] == 2000
-    assert settings["rate"] == 6.0
-    assert settings["arrivals"] == "poisson"
-    assert [scheme["scheme"] for scheme in found["schemes"]] == list(SCHEMES)
-    assert settings["memory"] == "90% of A100-40GB less 15.0 GiB of weights of llama-3-8b"
-    assert found["memory"]["bytes_per_token"] == 128 * 1024
+    plain = (
+        *("workload", "arrivals", "seed", "duration", "samples", "block-size", "model"),
+        *("placement", "max-num-seqs", "max-num-batched-tokens", "watermark", "gpu", "num-gpus"),
+    )
+    assert {name: told[name] for name in plain} == {name: str(settings[name]) for name in plain}
+    for switch in ("prefix-caching", "chunked-prefill"):
+        assert told[switch] == ("" if settings[switch] else "no-") + switch
+    assert told["requests"] == f"{settings['requests']} of a workload, all of a trace"
+    assert told["rate"] == f"the workload's own, {settings['rate']:g} for {settings['workload']}"
+    share, gpu = settings["memory"].split(" less ")[0].split(" of ")
+    assert told["memory"] == f"what the model's weights leave of {share} of the GPU's memory"
+    assert gpu == told["gpu"]
+    assert (told["scheme"], settings["scheme"]) == ("all", ", ".join(SCHEMES))
+    assert told["kv-dtype"] == "auto"
+    assert numbers("--kv-dtype", "auto")["settings"] == settings
+    assert told["max-model-len"].startswith("the model's, ")
+    assert settings["max-model-len"] == model_geometry(told["model"]).max_model_len
+    outside = {"report", "color"}  # what comes out, and no setting of the run
+    assert set(told) - outside == set(settings) - {"version", "num-blocks", "time of a step"}
 
 
 def test_schemes_are_those_chosen_in_their_usual_order(
@@ -860,6 +874,18 @@ def test_help_groups_the_options(help_text: str) -> None:
     ]  # fmt: skip
     traffic = help_text[help_text.index("Traffic:") : help_text.index("Memory:")]
     assert "--rate" in traffic and "--gpu" not in traffic
+
+
+def defaults_in(help_text: str) -> dict[str, str]:
+    """Option -> the default that help names, for those that have one."""
+    entries = re.split(r"\n  (?=--)", help_text)
+    found = {}
+    for entry in entries:
+        name = re.match(r"--([a-z-]+)", entry)
+        default = re.search(r"\[default: (.*?)\]", " ".join(entry.split()))
+        if name and default:
+            found[name[1]] = default[1]
+    return found
 
 
 def options_of(help_text: str) -> set[str]:
