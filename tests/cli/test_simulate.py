@@ -430,6 +430,24 @@ def test_without_options_everything_is_the_default_that_help_names(
     assert set(told) - outside == set(settings) - {"version", "num-blocks", "time of a step"}
 
 
+def test_several_answers_to_a_prompt_are_counted_as_answers_and_the_prompt_once(
+    simulate: Callable[..., Outcome], numbers: Callable[..., dict[str, Any]]
+) -> None:
+    few = ["--workload", "alpaca", "--requests", "30", "--scheme", "paged"]
+    one, three = numbers(*few), numbers(*few, "--samples", "3")
+    tokens = one["trace"]["output_tokens"]
+    assert (one["trace"]["num_requests"], one["trace"]["num_answers"]) == (30, 30)
+    assert (three["trace"]["num_requests"], three["trace"]["num_answers"]) == (30, 90)
+    assert three["trace"]["output_tokens"] == 3 * tokens
+    assert three["trace"]["prompt_tokens"] == one["trace"]["prompt_tokens"]
+    assert paged(three)["finished"] == paged(three)["began"] == 90
+    made = paged(three)["output_tokens_per_s"] * paged(three)["duration_s"]
+    assert made == pytest.approx(3 * tokens)
+    first_line = " ".join(simulate(*few, "--samples", "3", "--no-report").out.split())
+    assert f"30 requests, 90 answers, {three['trace']['prompt_tokens']:,} prompt" in first_line
+    assert f"{3 * tokens:,} output tokens" in first_line
+
+
 def test_schemes_are_those_chosen_in_their_usual_order(
     numbers: Callable[..., dict[str, Any]],
 ) -> None:

@@ -73,6 +73,7 @@ def sample_result(
         trace_name=trace_name,
         trace_format="synthetic",
         num_requests=num_requests,
+        num_answers=num_requests,
         prompt_tokens=int(prompt.sum()),
         output_tokens=int(output.sum()),
         num_blocks=num_blocks,

@@ -121,6 +121,15 @@ def show_bytes(value: float) -> str:
     return f"{value:,.0f} B"
 
 
+def traffic_size(result: SimulationResult) -> str:
+    """The traffic in words: requests, their answers where these are more, and tokens."""
+    answers = "" if result.num_answers == result.num_requests else f"{result.num_answers:,} answers"
+    return (
+        f"{result.num_requests:,} requests, {answers}{', ' if answers else ''}"
+        f"{result.prompt_tokens:,} prompt and {result.output_tokens:,} output tokens"
+    )
+
+
 def memory_size(result: SimulationResult) -> str:
     """The simulated memory in words: blocks, and bytes where the size of a token is known."""
     size = f"{result.num_blocks:,} blocks of {result.block_size} tokens"

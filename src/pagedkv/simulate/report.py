@@ -27,6 +27,7 @@ from pagedkv.simulate.headline import (
     paged_and_rival,
     show_bytes,
     show_seconds,
+    traffic_size,
 )
 from pagedkv.simulate.metrics import (
     GROUP_NOTES,
@@ -114,8 +115,7 @@ def report_html(result: SimulationResult) -> str:
 def _header(result: SimulationResult, sentences: tuple[str, ...]) -> str:
     meta = (
         f"<b>{escape(result.trace_name)}</b> ({escape(result.trace_format)}) · "
-        f"{result.num_requests:,} requests · {result.prompt_tokens:,} prompt and "
-        f"{result.output_tokens:,} output tokens · {escape(memory_size(result))}"
+        f"{traffic_size(result)} · {escape(memory_size(result))}"
     )
     first, *others = sentences or ("No scheme was simulated.",)
     return (

@@ -169,8 +169,9 @@ class SimulationResult:
     trace_name: str
     trace_format: str
     num_requests: int
-    prompt_tokens: int
-    output_tokens: int
+    num_answers: int  # as many as requests, where each has one
+    prompt_tokens: int  # of the requests
+    output_tokens: int  # of all answers
     num_blocks: int
     block_size: int
     bytes_per_token: int | None  # None when only --num-blocks was given

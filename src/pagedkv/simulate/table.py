@@ -22,6 +22,7 @@ from pagedkv.simulate.headline import (
     hit_rate_at,
     memory_size,
     show_bytes,
+    traffic_size,
 )
 from pagedkv.simulate.metrics import (
     GROUP_NOTES,
@@ -52,8 +53,7 @@ def print_result(result: SimulationResult, console: Console) -> None:
         console,
         Text.assemble(
             (_writable(result.trace_name, console), "bold"),
-            f" ({_writable(result.trace_format, console)}): {result.num_requests:,} requests, "
-            f"{result.prompt_tokens:,} prompt and {result.output_tokens:,} output tokens\n"
+            f" ({_writable(result.trace_format, console)}): {traffic_size(result)}\n"
             f"memory: {memory_size(result)}",
         ),
     )

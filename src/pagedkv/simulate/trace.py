@@ -109,6 +109,11 @@ class Trace:
         return len(self) if self.sample is None else int((self.sample == 0).sum())
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens of the requests, each counted once however many answers it has."""
+        return int(self.prompt_tokens.sum(where=True if self.sample is None else self.sample == 0))
+
+    @property
     def has_samples(self) -> bool:
         """Whether some requests have several answers."""
         return self.sample is not None and bool(self.sample.any())
