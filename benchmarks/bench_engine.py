@@ -9,8 +9,8 @@ several rounds counts, since others may be using the machine; rounds of peers al
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
-import os
 import random
 import sys
 import time
@@ -18,10 +18,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-warnings.filterwarnings("ignore")
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 import torch
 import transformers
@@ -39,12 +35,13 @@ def main() -> None:
     parser.add_argument("--only", default="1,16,shared,outside")
     arguments = parser.parse_args()
     parts = arguments.only.split(",")
+    warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     source = ModelSource.parse(arguments.model or smollm2())
     theirs = load_model(source, "float32")
     theirs.generation_config.pad_token_id = 0
-    llm = LLM(load_model(source, "float32"), num_tokens=50_000, max_num_seqs=64, announce=print)
+    llm = LLM(copy.deepcopy(theirs), num_tokens=50_000, max_num_seqs=64, announce=print)
     print(f"{torch.get_num_threads()} threads, {torch.__version__}, best of {ROUNDS} rounds")
     rng = random.Random(0)
     vocabulary = range(100, 40_000)
