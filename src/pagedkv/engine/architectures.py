@@ -84,9 +84,7 @@ def longest_exact(config: Any) -> tuple[int | None, str]:
             original = rope.get("original_max_position_embeddings") or getattr(
                 text, "original_max_position_embeddings", positions
             )
-            limits.append(
-                (int(original or 0), "longrope changes the whole batch beyond it")
-            )
+            limits.append((int(original or 0), "longrope changes the whole batch beyond it"))
         elif kind == "dynamic":
             original = rope.get("original_max_position_embeddings") or positions
             limits.append((int(original or 0), "dynamic rotary scaling begins there"))
