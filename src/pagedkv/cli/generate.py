@@ -124,6 +124,14 @@ def generate(
         bool,
         typer.Option(help="Share the blocks of equal prefixes.", rich_help_panel=_MEMORY),
     ] = True,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the run to this new file, for `pagedkv simulate --by-step`: no token, no "
+            "text. Compressed where it ends in .gz or .zst.",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None,
 ) -> None:
     """Generate text with a model of transformers, its keys and values in blocks."""
     if not model:
@@ -160,6 +168,7 @@ def generate(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         prefix_caching=prefix_caching,
+        record=record,
         announce=say,
     )
     is_chat = not raw and bool(getattr(llm.tokenizer, "chat_template", None))
@@ -171,6 +180,7 @@ def generate(
     if not quiet:
         for line in statistics_lines(llm.statistics()):
             _to_stderr(line)
+    llm.close()
 
 
 def require_engine() -> None:
