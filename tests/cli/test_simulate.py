@@ -748,6 +748,8 @@ def test_ctrl_c_in_a_real_process_is_status_130_and_no_traceback() -> None:
     process = as_process(
         "-", "--json", "all.json", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # A suite that runs in the background may ignore the signal, and its children with it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert process.stdin is not None and process.stderr is not None
     # More than a pipe holds: once it is written, the process is reading.
