@@ -27,10 +27,11 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 
 
 @st.composite
-def options(draw: Any, num_heads: int) -> dict[str, Any]:
+def options(draw: Any, num_heads: int, key_dim: int) -> dict[str, Any]:
     some: dict[str, Any] = {}
     if draw(st.booleans()):
-        some["scale"] = draw(st.sampled_from([0.05, 0.5, 1.0]))
+        # Scores in the hundreds would be off by 1e-5 for being floats, whoever computes them.
+        some["scale"] = draw(st.sampled_from([0.1, 0.5, 2.0])) * key_dim**-0.5
     if draw(st.booleans()):
         some["window"] = draw(st.integers(1, 50))
     if draw(st.booleans()):
@@ -67,7 +68,7 @@ def test_any_ragged_batch_is_attended_to_as_by_the_book(shape: str, data: st.Dat
         heads_each=heads_each,
         loudness=data.draw(st.sampled_from([0.1, 1.0, 4.0])),
     )
-    some = data.draw(options(num_kv_heads * heads_each))
+    some = data.draw(options(num_kv_heads * heads_each, key_dim))
     assert relative_error(batch.attend(**some), batch.expected(**some)) < TOLERANCE["float32"]
 
 
@@ -84,7 +85,7 @@ def test_half_precision_is_only_as_imprecise_as_its_storage(
         heads_each=2,
         dtype=dtype,
     )
-    some = data.draw(options(4))
+    some = data.draw(options(4, 16))
     expected = batch.expected(**some)
     # Float32 queries over half-precision keys: nothing more is lost.
     assert relative_error(batch.attend(**some), expected) < TOLERANCE["float32"]

@@ -49,6 +49,9 @@ from pagedkv.compiling import compiled_in_place, compiled_unlocked
 (NEXT, DONE, FIRST_LEADER) = range(3)
 """Places in the counters: the next piece to take, pieces done, then one for each piece's parts."""
 
+PATIENCE = 20_000
+"""How often a thread looks whether the others are done before it sleeps: some 10 µs."""
+
 FEW_CHUNK = 32
 """Tokens whose scores are made before their values are read.
 
@@ -80,17 +83,14 @@ NOTHING = np.float32(-1e30)
 """Places in the integers that a kernel is given."""
 
 
-def num_scratch(heads: int, key_dim: int, value_dim: int) -> int:
-    """Floats that one thread needs."""
-    few = heads * (key_dim + value_dim + FEW_CHUNK + 8)
-    rows = max(work.MANY_ROWS // heads, 1) * heads
-    panels = -(-rows // WIDTH)
-    many = (
-        panels * WIDTH * (key_dim + value_dim + 2)
-        + MANY_CHUNK * (key_dim + value_dim + WIDTH)
-        + WIDTH
-    )
-    return max(few, many) + value_dim + 64
+def num_scratch(heads: int, most_rows: int, key_dim: int, value_dim: int) -> int:
+    """Floats that one thread needs for pieces of up to `most_rows` rows."""
+    floats = value_dim + heads * (key_dim + value_dim + FEW_CHUNK + 3)
+    if most_rows > heads or most_few(heads) == 0:
+        width = -(-most_rows // WIDTH) * WIDTH
+        floats = value_dim + width * (key_dim + value_dim + 2)
+        floats += MANY_CHUNK * (key_dim + value_dim + WIDTH) + WIDTH
+    return -(-floats // 16) * 16  # whole lines of the cache, for each thread its own
 
 
 NUM_ROWS_OF_SCRATCH = 4 * max(FEW_CHUNK, MANY_CHUNK)
@@ -102,7 +102,7 @@ def most_few(heads: int) -> int:
     return heads * max(1, 8 // heads) if heads <= 8 else 0
 
 
-Kernel = Callable[..., None]
+Kernel = Callable[..., Any]
 
 
 @functools.cache
@@ -420,8 +420,11 @@ def kernel(heads: int, key_dim: int, value_dim: int, half: int) -> Kernel:
         scratch: NDArray[np.float32],
         rows: NDArray[np.int64],
         is_caller: bool,
-    ) -> None:
-        """Take pieces until none is left; then, as the one who called, wait for the others'."""
+    ) -> bool:
+        """Take pieces until none is left; tell the one who called whether all are done.
+
+        Others may be at their last piece: that is waited for a little.
+        """
         while True:
             number = claim(counters, NEXT)
             if number >= len(pieces):
@@ -515,7 +518,9 @@ def kernel(heads: int, key_dim: int, value_dim: int, half: int) -> Kernel:
                 ]
                 finish(top, total, sinks, query_head, line, out, place)
             claim(counters, DONE)
-        while is_caller and seen(counters, DONE) < len(pieces):
-            pass
+        patience = PATIENCE if is_caller else 0
+        while patience > 0 and seen(counters, DONE) < len(pieces):
+            patience -= 1
+        return patience > 0
 
     return take

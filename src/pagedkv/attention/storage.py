@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,9 @@ DTYPES = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 _ALIGNMENT_BYTES = 64
 """A line of the CPU's cache: a vector that lies across two is read twice."""
 
+
+_ALONE = 100_000
+"""Multiplications that one thread ends before another has begun."""
 
 _LOG2_E = float(np.log2(np.e))
 
@@ -101,6 +104,7 @@ class KVStorage:
         # Uncompiled, threads would only take turns.
         self._num_threads = 1 if config.DISABLE_JIT else max(1, num_threads)
         self._threads = ThreadPoolExecutor(max(1, self._num_threads - 1), "pagedkv-attention")
+        self._loaded: set[tuple[kernels.Kernel, str]] = set()
         self._half = {"float32": 0, "bfloat16": BFLOAT16, "float16": FLOAT16}[dtype]
         sizes = [shape.numbers_per_token * block_size for shape in self.layers]
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -278,7 +282,7 @@ class KVStorage:
                 f"{len(ends)} lengths"
             )
         ends_of_heads = _sinks(sinks, dims[1])
-        status, sequence, pieces, num_parts = work.cut(
+        status, sequence, pieces, num_parts, num_scores, most_rows = work.cut(
             tables,
             ends,
             starts,
@@ -327,15 +331,23 @@ class KVStorage:
             np.array((factor, (soft_cap or 0) * _LOG2_E), dtype=np.float32),
         )
         num_threads = min(self._num_threads, len(pieces))
-        scratch = np.empty(
-            (num_threads, kernels.num_scratch(heads, shape.key_dim, shape.value_dim)),
-            dtype=np.float32,
-        )
+        if num_scores * (shape.key_dim + shape.value_dim) < _ALONE:
+            num_threads = 1
+        size = kernels.num_scratch(heads, most_rows, shape.key_dim, shape.value_dim)
+        scratch = np.empty((num_threads, size), dtype=np.float32)
         rows = np.empty((num_threads, kernels.NUM_ROWS_OF_SCRATCH), dtype=np.int64)
-        # Nobody waits for these: one that comes late finds nothing left to take.
-        for i in range(1, num_threads):
+        if num_threads > 1 and (take, q_dtype) not in self._loaded:
+            # Compiled or loaded here, before several threads want it at once.
+            without_pieces = (*arrays[:6], pieces[:0], *arrays[7:])
+            take(*without_pieces, scratch[0], rows[0], False)
+            self._loaded.add((take, q_dtype))
+        others = [
             self._threads.submit(take, *arrays, scratch[i], rows[i], False)
-        take(*arrays, scratch[0], rows[0], True)
+            for i in range(1, num_threads)
+        ]
+        # One that comes late finds nothing left to take, and nobody waits for it.
+        if not take(*arrays, scratch[0], rows[0], True):
+            wait(others)
         return out
 
     def _check_queries(self, q: NDArray[Any], dtype: str, shape: LayerShape) -> int:

@@ -47,37 +47,40 @@ def cut(
     window: int,
     chunk: int,
     most_few: int,
-) -> tuple[int, int, NDArray[np.int64], int]:
-    """The pieces of a batch: (`GOOD`, 0, pieces [n, COLUMNS], floats that their parts need).
+) -> tuple[int, int, NDArray[np.int64], int, int, int]:
+    """The pieces of a batch: (`GOOD`, 0, pieces [n, COLUMNS], floats of parts, scores, most rows).
 
-    Or what is wrong, and with which sequence. `window` and `chunk` are 0 where there is none;
-    up to `most_few` rows a KV head are few.
+    The parts of what is cut in several need so many floats; so many scores are to be computed;
+    and a piece has so many rows at most. Or what is wrong, and with which sequence. `window` and
+    `chunk` are 0 where there is none; up to `most_few` rows a KV head are few.
     """
     none = np.empty((0, COLUMNS), dtype=np.int64)
     if len(starts) != len(lengths) + 1 or starts[0] != 0 or starts[-1] != num_tokens:
-        return BAD_STARTS, 0, none, 0
+        return BAD_STARTS, 0, none, 0, 0, 0
     room = 0
     for sequence in range(len(lengths)):
         num_queries = starts[sequence + 1] - starts[sequence]
         length = lengths[sequence]
         if num_queries < 0:
-            return BAD_STARTS, sequence, none, 0
+            return BAD_STARTS, sequence, none, 0, 0, 0
         if length < num_queries:
-            return BAD_LENGTH, sequence, none, 0
+            return BAD_LENGTH, sequence, none, 0, 0, 0
         if num_queries == 0:
             continue
         if length > tables.shape[1] * block_size:
-            return NARROW_TABLE, sequence, none, 0
+            return NARROW_TABLE, sequence, none, 0, 0, 0
         first = first_of(length - num_queries, window, chunk)
         for i in range(first // block_size, (length - 1) // block_size + 1):
             if tables[sequence, i] < 0 or tables[sequence, i] >= num_blocks:
-                return BAD_BLOCK, sequence, none, 0
+                return BAD_BLOCK, sequence, none, 0, 0, 0
         is_many, rows, span = shape_of(num_queries, heads_each, most_few)
         num_groups = (num_queries * heads_each + rows - 1) // rows
         room += num_groups * ((length - 1) // span + 1 - first // span)
     pieces = np.empty((room * num_kv_heads, COLUMNS), dtype=np.int64)
     count = 0
     place = 0
+    num_scores = 0
+    most_rows = 0
     for sequence in range(len(lengths)):
         num_queries = starts[sequence + 1] - starts[sequence]
         is_many, rows, span = shape_of(num_queries, heads_each, most_few)
@@ -87,6 +90,8 @@ def cut(
             num_rows = min(rows, total - first_row)
             first = first_of(before + first_row // heads_each, window, chunk)
             stop = before + (first_row + num_rows - 1) // heads_each + 1
+            num_scores += (stop - first) * num_rows * num_kv_heads
+            most_rows = max(most_rows, num_rows)
             num_parts = (stop - 1) // span + 1 - first // span
             for head in range(num_kv_heads):
                 for part in range(num_parts):
@@ -104,7 +109,7 @@ def cut(
                     if num_parts > 1:
                         place += num_rows * (value_dim + 2)
                 count += num_parts
-    return GOOD, 0, pieces[:count], place
+    return GOOD, 0, pieces[:count], place, num_scores, most_rows
 
 
 @compiled
