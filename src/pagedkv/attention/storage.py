@@ -338,7 +338,8 @@ class KVStorage:
         rows = np.empty((num_threads, kernels.NUM_ROWS_OF_SCRATCH), dtype=np.int64)
         if num_threads > 1 and (take, q_dtype) not in self._loaded:
             # Compiled or loaded here, before several threads want it at once.
-            without_pieces = (*arrays[:6], pieces[:0], *arrays[7:])
+            counters = np.zeros(kernels.FIRST_LEADER, dtype=np.int64)
+            without_pieces = (*arrays[:6], pieces[:0], counters, *arrays[8:])
             take(*without_pieces, scratch[0], rows[0], False)
             self._loaded.add((take, q_dtype))
         others = [
