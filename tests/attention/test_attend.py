@@ -201,6 +201,17 @@ def test_a_chunked_prompt_gives_what_the_whole_gives() -> None:
         np.testing.assert_allclose(part.attend(), whole[start:stop], rtol=1e-5, atol=1e-6)
 
 
+def test_a_cap_far_above_the_scores_costs_no_digits() -> None:
+    batch = paged_batch(np.random.default_rng(6), [(40, 1), (40, 30)])
+    assert relative_error(batch.attend(soft_cap=1e4), batch.expected()) < TOLERANCE["float32"]
+
+
+def test_weights_too_small_for_a_float_are_nothing() -> None:
+    batch = paged_batch(np.random.default_rng(6), [(40, 1), (200, 150)], loudness=60.0)
+    # Scores of some hundreds are themselves only exact to some 1e-5.
+    assert relative_error(batch.attend(), batch.expected()) < 2e-4
+
+
 def test_an_output_given_is_written_and_returned() -> None:
     batch = paged_batch(np.random.default_rng(6), [(20, 3)])
     room = np.full((3, 5, 24), 7, dtype=np.float32)
