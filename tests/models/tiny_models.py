@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 199
 MAX_LENGTH = 512
@@ -110,3 +111,12 @@ def generated(model: Any, prompt: list[int], max_new_tokens: int) -> list[int]:
         do_sample=False,
     )
     return output[0, len(prompt) :].tolist()
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer without merges: each of the first 199 bytes' letters is a token."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCABULARY]
+    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made)

@@ -205,7 +205,8 @@ class LLM:
                 if isinstance(news, BaseException):
                     raise news
                 yield news
-                going_on -= news.finish_reason is not None
+                # What is aborted, unless by leaving, is followed by the reason.
+                going_on -= news.finish_reason not in (None, "abort")
         finally:
             if going_on:
                 self._driving.withdraw(order)
@@ -270,6 +271,45 @@ class _Order:
         self.is_withdrawn = False
 
 
+class _FairLock:
+    """A lock that goes to those who wait in the order in which they came.
+
+    A thread that runs step after step would otherwise take a plain one again before anybody else
+    wakes up, and a cancellation or a look at the statistics could wait for whole answers.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._waiting: deque[threading.Lock] = deque()
+        self._is_taken = False
+
+    def __enter__(self) -> None:
+        with self._guard:
+            if not self._is_taken:
+                self._is_taken = True
+                return
+            ticket = threading.Lock()
+            ticket.acquire()
+            self._waiting.append(ticket)
+        try:
+            ticket.acquire()
+        except BaseException:  # an interrupt while waiting
+            with self._guard:
+                is_ours = ticket not in self._waiting
+                if not is_ours:
+                    self._waiting.remove(ticket)
+            if is_ours:
+                self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        with self._guard:
+            if self._waiting:
+                self._waiting.popleft().release()  # it stays taken, by the next one
+            else:
+                self._is_taken = False
+
+
 class _Driving:
     """Who runs the steps: whoever waits for an answer, and a thread while there are streams.
 
@@ -278,7 +318,7 @@ class _Driving:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._lock = threading.Lock()
+        self._lock = _FairLock()
         self._news = threading.Condition()
         self._submitted: deque[_Order] = deque()
         self._withdrawn: deque[_Order] = deque()
@@ -340,6 +380,7 @@ class _Driving:
             for order in self._orders:
                 if order.request is not None:
                     self._engine.cancel(order.request)
+                    order.tell(InvalidInput("this LLM was closed"))
 
     def _has_news(self) -> bool:
         return bool(self._submitted or self._withdrawn)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from pagedkv.engine.architectures import check_architecture
 from pagedkv.engine.memory_budget import format_bytes
@@ -69,9 +72,10 @@ def load_model(source: ModelSource, dtype: str) -> Any:
     check_architecture(config)
     check_memory(source, None if dtype == "auto" else DTYPES[dtype], config)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source.name, config=config, dtype=DTYPES.get(dtype, "auto"), **arguments
-        )
+        with _quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                source.name, config=config, dtype=DTYPES.get(dtype, "auto"), **arguments
+            )
     except (OSError, ValueError, KeyError, RuntimeError) as problem:
         raise InvalidInput(f"{source} cannot be loaded: {_line(problem)}") from None
     return model.eval()
@@ -120,6 +124,18 @@ def _available_bytes() -> int | None:
         if name == "MemAvailable":
             return int(rest.split()[0]) * 1024
     return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within, `transformers` draws no progress bars: they would run into what a command prints."""
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 def _line(problem: BaseException) -> str:

@@ -50,7 +50,8 @@ class PagedModel:
     def logits(self, storage: KVStorage, batch: Batch, rows: NDArray[np.int64]) -> torch.Tensor:
         """Compute `batch`; the logits [len(rows), vocab] after its tokens at `rows`, ascending.
 
-        Keys and values of all of its tokens are in `storage` afterwards.
+        float32, whatever the model computes in. Keys and values of all tokens of the batch are in
+        `storage` afterwards.
         """
         if len(batch.copies):
             storage.copy_blocks(batch.copies)
@@ -64,8 +65,8 @@ class PagedModel:
                 use_cache=False,
                 logits_to_keep=wanted,
             )
-        logits: torch.Tensor = output.logits[0]
-        return logits[: len(rows)]
+        logits: torch.Tensor = output.logits[0, : len(rows)].float()
+        return logits
 
     @property
     def end_token_ids(self) -> frozenset[int]:

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagedkv.cli import generate as command
+from pagedkv.cli.main import run
+
+HAS_ENGINE = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(["generate", *arguments]) == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_help_needs_neither_torch_nor_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", "--help"]) == 0
+    assert "--kv-memory" in capsys.readouterr().out
+    code = (
+        "import sys; from pagedkv.cli.main import run; run(['--help']); "
+        "assert not {'torch', 'transformers', 'numba'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_without_the_extra_one_line_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_NEEDED", ("torch_of_the_future",))
+    line = error_of(capsys, "--model", "x", "Hello")
+    assert line == ("pagedkv: running models needs torch_of_the_future: install pagedkv[engine]")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["Hello"], "no model: give --model"),
+        (["--model", "x"], "no prompt"),
+        (["--model", "x", "--prompts-file", "/nowhere"], "--prompts-file: /nowhere: No such file"),
+    ],
+)
+def test_what_is_missing_is_told_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert message in error_of(capsys, *arguments)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not HAS_ENGINE:
+        pytest.skip("needs the extra [engine]")
+    from models.tiny_models import tiny_model, tiny_tokenizer
+
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_answers_stand_in_the_order_of_their_prompts(
+    folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("second\n\nthird\n")
+    common = ["--model", str(folder), "--max-tokens", "5", "--num-blocks", "20"]
+    assert run(["generate", *common, "first", "--prompts-file", str(file)]) == 0
+    told = capsys.readouterr()
+    titles = [line for line in told.out.splitlines() if line.startswith("── ")]
+    assert titles == ["── first", "── second", "── third"]
+    assert "20 blocks of 16 tokens" in told.err and "15 tokens in" in told.err
+    assert "prefix hits" in told.err and "waste" in told.err
+
+    assert run(["generate", *common, "--quiet", "first"]) == 0
+    alone = capsys.readouterr()
+    assert alone.err == "" and alone.out.strip() and "──" not in alone.out
+    assert told.out.startswith("── first\n" + alone.out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature", "-1"], "temperature is -1"),
+        (["--kv-memory", "1MiB", "--num-blocks", "4"], "kv_memory and num_blocks both"),
+        (["--dtype", "int3"], "unknown dtype"),
+        (["--system", "Be brief."], "--system is for chats"),
+        (["--num-blocks", "1", "--max-tokens", "200"], "prompt 1 needs"),
+        (["--max-model-len", "9999"], "right only up to 512"),
+    ],
+)
+def test_bad_settings_are_one_line(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    assert message in error_of(capsys, "--model", str(folder), "Hello", *arguments)

@@ -1,0 +1,289 @@
+"""`LLM` as its users see it: forms of prompts, streams, limits, and one line for bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs the extra [engine]")
+pytest.importorskip("transformers", reason="needs the extra [engine]")
+
+
+from models.tiny_engine import greedy
+from models.tiny_models import (
+    MAX_LENGTH,
+    VOCABULARY,
+    generated,
+    tiny_model,
+    tiny_tokenizer,
+)
+from pagedkv.engine import LLM, SamplingParams
+from pagedkv.engine.outputs import Chunk
+from pagedkv.errors import InvalidInput, NeverFits
+
+
+def llm(**options: Any) -> LLM:
+    options = {"num_tokens": 512, "max_num_batched_tokens": 64, "max_num_seqs": 8, **options}
+    return LLM(tiny_model("llama"), **options)
+
+
+@cache
+def says(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    return tuple(generated(tiny_model("llama"), list(prompt), count))
+
+
+def test_prompts_come_alone_or_in_lists_as_text_or_token_ids() -> None:
+    made = llm(tokenizer=tiny_tokenizer())
+    ids = tuple(made.tokenizer("Hello")["input_ids"])
+    for prompts in ("Hello", ["Hello"], list(ids), [list(ids)]):
+        [answer] = made.generate(prompts, greedy(6))
+        assert answer.prompt_token_ids == ids
+        assert answer.token_ids == says(ids, 6)
+        assert answer.text == made.tokenizer.decode(answer.token_ids)
+    both = made.generate(["Hello", "Helga"], [greedy(3), greedy(5)])
+    assert [len(answer.token_ids) for answer in both] == [3, 5]
+    assert made.generate([], greedy(3)) == []
+
+
+def test_a_chat_goes_through_the_models_template() -> None:
+    made = llm(tokenizer=tiny_tokenizer())
+    message = {"role": "user", "content": "Hi"}
+    with pytest.raises(InvalidInput, match="no chat template"):
+        made.generate([message], greedy(2))
+    made.tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}A:"
+    [answer] = made.generate([message], greedy(2))
+    assert answer.prompt_token_ids == tuple(made.tokenizer("<Hi>A:")["input_ids"])
+    [many] = made.generate([[message, message]], greedy(2))
+    assert len(many.prompt_token_ids) > len(answer.prompt_token_ids)
+    with pytest.raises(InvalidInput, match="needs a role and a content"):
+        made.generate([[{"role": "user"}]], greedy(2))
+    made.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(InvalidInput, match="roles must alternate"):
+        made.generate([message], greedy(2))
+
+
+def test_without_a_tokenizer_text_is_refused_and_answers_have_none() -> None:
+    made = llm()
+    [answer] = made.generate([[5, 6, 7]], greedy(3))
+    assert answer.text == "" and len(answer.token_ids) == 3
+    for prompt in ("text", [{"role": "user", "content": "text"}]):
+        with pytest.raises(InvalidInput, match="no tokenizer"):
+            made.generate(prompt, greedy(1))
+    with pytest.raises(InvalidInput, match="neither text nor token ids"):
+        made.generate([[5, "a"]], greedy(1))  # type: ignore[list-item]
+
+
+def test_a_stop_string_over_two_tokens_ends_the_answer_and_is_not_shown() -> None:
+    made = llm(tokenizer=tiny_tokenizer())
+    whole = made.generate("Hello", greedy(24))[0]
+    assert len(whole.text) > 8
+    stop = whole.text[4:6]
+    assert stop not in whole.text[:5]
+    chunks: list[str] = []
+    params = SamplingParams(temperature=0, max_tokens=24, stop=stop)
+    [answer] = made.generate("Hello", params, on_chunk=lambda _, chunk: chunks.append(chunk.text))
+    assert answer.text == whole.text[:4] == "".join(chunks)
+    assert (answer.completions[0].finish_reason, answer.completions[0].stop_reason) == (
+        "stop",
+        stop,
+    )
+
+
+def test_one_bad_prompt_is_refused_by_its_place_and_nothing_runs() -> None:
+    made = llm()
+    for bad, message in (([], "prompt 2 has no tokens"), ([VOCABULARY], "prompt 2 has a token")):
+        with pytest.raises(InvalidInput, match=message):
+            made.generate([[1, 2], bad], greedy(2))
+    with pytest.raises(NeverFits, match="prompt 2 needs 6 blocks, the whole memory has 4"):
+        llm(num_blocks=4, num_tokens=None).generate([[1, 2], [3] * 70], greedy(20))
+    made.verify()
+    assert made.statistics().memory.used_blocks == 0
+    assert made.statistics().memory.num_running == made.statistics().memory.num_waiting == 0
+
+
+def test_an_interrupt_cancels_what_was_asked_for() -> None:
+    made = llm()
+
+    def interrupt(place: int, chunk: Chunk) -> None:
+        if place == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        made.generate([[1, 2], [3, 4]], greedy(50), on_chunk=interrupt)
+    assert made.statistics().memory.used_blocks == 0
+    assert made.generate([[5, 6, 7]], greedy(4))[0].token_ids == says((5, 6, 7), 4)
+
+
+async def _read(made: LLM, prompt: list[int], count: int) -> tuple[int, ...]:
+    told: list[int] = []
+    async for chunk in made.stream(prompt, greedy(count)):
+        told += chunk.token_ids
+    return tuple(told)
+
+
+def test_many_streams_share_the_steps_and_each_says_what_it_says_alone() -> None:
+    async def together(made: LLM) -> list[tuple[int, ...]]:
+        return await asyncio.gather(*(_read(made, [i, 6, 7], 20) for i in range(1, 6)))
+
+    with llm() as made:
+        told = asyncio.run(together(made))
+        assert told == [says((i, 6, 7), 20) for i in range(1, 6)]
+        assert made.statistics().memory.peak_running > 1
+
+
+def test_generate_goes_on_beside_a_stream() -> None:
+    async def both(made: LLM) -> tuple[tuple[int, ...], Any]:
+        generated = asyncio.to_thread(made.generate, [[8, 9]], greedy(10))
+        streamed, answers = await asyncio.gather(_read(made, [5, 6, 7], 20), generated)
+        return streamed, answers
+
+    with llm() as made:
+        streamed, [answer] = asyncio.run(both(made))
+        assert streamed == says((5, 6, 7), 20) and answer.token_ids == says((8, 9), 10)
+
+
+def test_leaving_a_stream_gives_its_blocks_back() -> None:
+    async def leave(made: LLM) -> None:
+        stream = made.stream([5, 6, 7], greedy(400))
+        async for _ in stream:
+            break
+        await stream.aclose()
+        await _read(made, [1, 2], 2)
+
+    async def cancelled(made: LLM) -> None:
+        task = asyncio.create_task(_read(made, [5, 6, 7], 400))
+        while not made.statistics().memory.used_blocks:
+            await asyncio.sleep(0.001)
+        assert not task.done()  # to look at the statistics took no whole answer
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with llm() as made:
+        for scene in (leave, cancelled):
+            asyncio.run(scene(made))
+            for _ in range(2000):
+                if not made.statistics().memory.used_blocks:
+                    break
+                time.sleep(0.005)
+            assert made.statistics().memory.used_blocks == 0
+            made.verify()
+
+
+def test_a_stream_raises_what_its_request_is_refused_for_and_what_its_step_failed_with() -> None:
+    async def read(made: LLM, prompt: list[int]) -> None:
+        await _read(made, prompt, 4)
+
+    with llm() as made:
+        with pytest.raises(InvalidInput, match="no tokens"):
+            asyncio.run(read(made, []))
+
+        def broken(*_: Any) -> Any:
+            raise OSError("the machine caught fire")
+
+        made._engine.model.logits = broken  # type: ignore[method-assign]
+        with pytest.raises(OSError, match="fire"):
+            asyncio.run(read(made, [1, 2]))
+        del made._engine.model.logits
+        assert asyncio.run(_read(made, [5, 6, 7], 4)) == says((5, 6, 7), 4)
+    with pytest.raises(InvalidInput, match="closed"):
+        asyncio.run(read(made, [1]))
+
+
+def test_closing_tells_streams_that_go_on() -> None:
+    async def read(made: LLM) -> None:
+        async for _ in made.stream([5, 6, 7], greedy(400)):
+            await asyncio.to_thread(made.close)
+
+    made = llm()
+    with pytest.raises(InvalidInput, match="was closed"):
+        asyncio.run(read(made))
+    assert made.statistics().memory.used_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_memory": "1MiB"}, "kv_memory and num_tokens both"),
+        ({"num_tokens": None, "kv_memory": "lots"}, "write it like 2GiB"),
+        ({"num_tokens": None, "kv_memory": 100}, "less than a block"),
+        ({"num_tokens": 0}, "num_tokens is 0"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"num_tokens": None, "kv_memory": "900TiB"}, "the machine has"),
+        ({"max_model_len": 0}, "max_model_len is 0"),
+        ({"max_model_len": MAX_LENGTH + 1}, "right only up to 512"),
+        ({"dtype": "float32"}, "loaded here"),
+        ({"max_num_seqs": 0}, "max-num-seqs is 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_in_one_line(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidInput, match=message) as refusal:
+        llm(**options)
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_memory_is_announced_by_what_it_is_worth() -> None:
+    lines: list[str] = []
+    llm(num_tokens=1030, announce=lines.append)
+    assert lines == [
+        "KV memory 1.0 MiB: 65 blocks of 16 tokens, 1,040 tokens, 2.0 sequences of the full "
+        "512 tokens"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder / "nothing", "is not there"),
+        (lambda folder: folder, "holds no model"),
+        (lambda folder: _file(folder, "notes.txt", "x"), "no GGUF file"),
+        (lambda folder: _file(folder, "config.json", "{").parent, "cannot be|can be read"),
+        (
+            lambda folder: _file(folder, "config.json", '{"model_type": "mamba"}').parent,
+            "mamba.*state",
+        ),
+    ],
+)
+def test_what_holds_no_model_is_named_in_one_line(tmp_path: Path, make: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message) as refusal:
+        LLM(make(tmp_path))
+    assert "\n" not in str(refusal.value)
+
+
+def _file(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_a_model_folder_is_loaded_in_the_dtype_asked_for(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(InvalidInput, match="unknown dtype 'int3'"):
+        LLM(tmp_path, dtype="int3")
+    with pytest.raises(InvalidInput, match="has no tokenizer"):
+        LLM(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    made = LLM(os.fspath(tmp_path), num_blocks=8)
+    ids = tuple(made.tokenizer("Hello")["input_ids"])
+    assert made.generate("Hello", greedy(8))[0].token_ids == says(ids, 8)
+    half = LLM(tmp_path, dtype="bfloat16", num_blocks=8)
+    assert half.budget.block_bytes * 2 == made.budget.block_bytes
+    assert len(half.generate("Hello", greedy(8))[0].token_ids) == 8
+
+
+def test_weights_larger_than_the_machine_are_refused_before_they_are_loaded(
+    tmp_path: Path,
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(2**40)  # takes no room on the disk
+    with pytest.raises(InvalidInput, match=r"weights of .* need 1\.0 TiB, the machine has"):
+        LLM(tmp_path)
