@@ -155,9 +155,12 @@ def add(
 
 
 def repeated_run(
-    *acts: tuple[Any, ...], num_blocks: int = 30, seats: int = 6, budget: int = 64
+    *acts: tuple[Any, ...],
+    num_blocks: int = 30,
+    block_size: int = 4,
+    seats: int = 6,
+    budget: int = 64,
 ) -> MadeEngine:
-    """Blocks of 4 tokens."""
     config = SchedulerConfig(
         max_num_seqs=seats, max_num_batched_tokens=budget, chunked_prefill=True, watermark=0.0
     )
@@ -165,7 +168,7 @@ def repeated_run(
         {
             "config": config,
             "num_blocks": num_blocks,
-            "block_size": 4,
+            "block_size": block_size,
             "prefix_caching": True,
             "acts": acts,
         }
@@ -200,6 +203,15 @@ def test_whoever_ends_in_a_step_gives_back_its_blocks_before_whoever_is_cancelle
 ):
     engine = repeated_run(add(5, 9), add(9, 2), add(7, 3), ("step", 2), ("cancel", 0), add(24, 9))
     assert engine.decided[1].running == [0, 2]
+
+
+def test_who_ends_in_one_step_gives_back_its_blocks_in_the_order_in_which_it_runs() -> None:
+    # The last request is admitted before the fork begins, and computes behind it.
+    acts = add(8, 1), add(8, 1), add(8, 4, samples=2), ("cancel", 0), add(14, 1)
+    engine = repeated_run(*acts, budget=6, seats=4, block_size=1, num_blocks=36)
+    before, last = engine.decided[2:4]
+    assert before.running == [2, 4, 3] and [s for s, *_ in last.computes] == [2, 3, 4]
+    assert last.running == [2]
 
 
 def test_cancelled_wherever_it_is() -> None:

@@ -13,7 +13,7 @@ from pagedkv.scheduling import queues as queue
 from pagedkv.scheduling import scheduler
 from pagedkv.scheduling.limits import Limits
 from pagedkv.scheduling.queues import RUNNING_SIZE, WAITING_SIZE, Queues, Sequences
-from pagedkv.scheduling.scheduler import FORKED, SCHEDULED, Plan
+from pagedkv.scheduling.scheduler import Plan
 from pagedkv.simulate import observation as observed
 from pagedkv.simulate import run as running
 from pagedkv.simulate.observation import (
@@ -79,7 +79,7 @@ def replay(
             continue
         scheduler.commit(memory, sequences, queues, plan, limits)
         running.note_tokens(run, sequences, plan)
-        _finish(memory, sequences, queues, plan, limits.block_size)
+        _finish(memory, sequences, queues, limits.block_size)
     return False
 
 
@@ -99,17 +99,11 @@ def _let_leave(
 
 
 @compiled_in_place
-def _finish(
-    memory: Memory, sequences: Sequences, queues: Queues, plan: Plan, block_size: int
-) -> None:
+def _finish(memory: Memory, sequences: Sequences, queues: Queues, block_size: int) -> None:
+    """Who has all of its tokens ends; as in `scheduler.end`, in the order in which they run."""
     any_done = False
-    for i in range(plan.counters[SCHEDULED]):
-        s = plan.sequence[i]
-        if plan.samples[i] and running.is_done(sequences, s):
-            scheduler.finish(memory, sequences, s, block_size)
-            any_done = True
-    for i in range(plan.counters[FORKED]):
-        s = plan.forked[i]
+    for i in range(queues.counters[RUNNING_SIZE]):
+        s = queues.running[i]
         if running.is_done(sequences, s):
             scheduler.finish(memory, sequences, s, block_size)
             any_done = True
