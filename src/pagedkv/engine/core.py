@@ -44,11 +44,28 @@ class EngineStatistics:
     """Time in steps, all together."""
     forward_s: float
     """Of that, the time in the model's forward."""
+    readmitted_tokens: int
+    """Tokens of all sequences when they were admitted again after they had given way."""
+    readmitted_hit_tokens: int
+    """Of those, the ones that were cached still."""
 
     @property
     def output_tokens_per_s(self) -> float:
         """Tokens generated a second of time in steps; 0 before any."""
         return self.output_tokens / self.step_s if self.step_s else 0.0
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Where the time of one step went, in seconds."""
+
+    scheduling_s: float
+    """Deciding who computes what, and where it goes."""
+    forward_s: float
+    sampling_s: float
+    """Choosing a token for each sequence that was due one."""
+    total_s: float
+    """All of it: committing and the text of the tokens too."""
 
 
 class Request:
@@ -70,6 +87,11 @@ class Request:
         self.samples: list[_Sample] = []
         self.arrival: Arrival | None = None
         self.num_cached_tokens: int | None = None
+        """Tokens found in the cache when it was first admitted; None before."""
+        self.admitted_s: float | None = None
+        """When that was, by the engine's clock."""
+        self.num_preemptions = 0
+        """How often one of its samples gave way."""
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
@@ -195,6 +217,10 @@ class Engine:
         self._output_tokens = 0
         self._step_s = 0.0
         self._forward_s = 0.0
+        self._readmitted_tokens = 0
+        self._readmitted_hit_tokens = 0
+        self.last_step: StepTimes | None = None
+        """The times of the newest step; None before any, and where it failed."""
 
     @property
     def is_idle(self) -> bool:
@@ -271,9 +297,11 @@ class Engine:
         others can go on, and the error is raised.
         """
         start_s = self._clock()
+        self.last_step = None
         batch = self.scheduler.schedule()
-        self._note_hits(batch)
-        forward_s = 0.0
+        self._note_hits(batch, start_s)
+        scheduled_s = self._clock()
+        forward_s = sampling_s = 0.0
         try:
             due = [self._samples[int(sequence)] for sequence in batch.due]
             token_ids = np.zeros(0, dtype=np.int64)
@@ -287,8 +315,10 @@ class Engine:
                 if due:
                     if len(inverse) != len(rows) or (inverse[1:] <= inverse[:-1]).any():
                         logits = logits[inverse]
+                    sampling_start_s = self._clock()
                     sampled = sample(logits, [s.state for s in due])
                     token_ids, logprobs = sampled.token_ids, sampled.logprobs
+                    sampling_s = self._clock() - sampling_start_s
         except BaseException:
             failed = Cut(self.scheduler.num_steps - 1, by_failure=True)
             self._drop([self._samples[s] for s in self.scheduler.abandon()], failed)
@@ -309,7 +339,9 @@ class Engine:
             self._record([self._samples.pop(sequence) for sequence in finished])
         self._output_tokens += len(due)
         self._forward_s += forward_s
-        self._step_s += self._clock() - start_s
+        total_s = self._clock() - start_s
+        self._step_s += total_s
+        self.last_step = StepTimes(scheduled_s - start_s, forward_s, sampling_s, total_s)
 
     def statistics(self) -> EngineStatistics:
         """What happened so far."""
@@ -319,6 +351,8 @@ class Engine:
             output_tokens=self._output_tokens,
             step_s=self._step_s,
             forward_s=self._forward_s,
+            readmitted_tokens=self._readmitted_tokens,
+            readmitted_hit_tokens=self._readmitted_hit_tokens,
         )
 
     def _max_new_tokens(self, prompt_tokens: int, params: SamplingParams, name: str) -> int:
@@ -337,11 +371,18 @@ class Engine:
             limit = max(min(limit, slots + 1 - prompt_tokens), 1)
         return limit
 
-    def _note_hits(self, batch: Batch) -> None:
+    def _note_hits(self, batch: Batch, now_s: float) -> None:
+        for sequence in batch.preempted.tolist():
+            self._samples[sequence].request.num_preemptions += 1
         for sequence, num_cached in zip(batch.admitted.tolist(), batch.num_cached.tolist()):
-            request = self._samples[sequence].request
+            member = self._samples[sequence]
+            request = member.request
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = num_cached
+                request.admitted_s = now_s
+            else:
+                self._readmitted_tokens += len(request.prompt_ids) + len(member.token_ids)
+                self._readmitted_hit_tokens += num_cached
 
     def _rows(self, batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The places in the batch whose logits are needed, ascending, and of each due sequence

@@ -196,7 +196,7 @@ class LLM:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
                 loop.call_soon_threadsafe(arrived.put_nowait, news)
 
-        order = _Order(ids, params or SamplingParams(), text, namespace, tell)
+        order = Order(ids, params or SamplingParams(), text, namespace, tell)
         self._driving.submit(order)
         going_on = order.params.n
         try:
@@ -210,6 +210,47 @@ class LLM:
         finally:
             if going_on:
                 self._driving.withdraw(order)
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        tell: Callable[[Request | Chunk | BaseException], None],
+        *,
+        namespace: Namespace | None = None,
+    ) -> Order:
+        """Ask for an answer without waiting for it, as a server does.
+
+        `tell` hears of it in the thread that runs the steps, and must neither block nor raise:
+        first the `Request`, when it has arrived in the engine, then each chunk; or the reason
+        why it was refused. If its step fails, its chunks end with an abort each, and the reason
+        follows them.
+
+        Raises `InvalidInput` when this object is closed.
+        """
+        order = Order(list(prompt_ids), params, None, namespace, tell, hears_request=True)
+        self._driving.submit(order)
+        return order
+
+    def withdraw(self, order: Order) -> None:
+        """Nobody wants this answer any more: its blocks come back before the next step."""
+        self._driving.withdraw(order)
+
+    def watch(self, watcher: Callable[[Engine], None]) -> None:
+        """Call `watcher` after each step, and whenever orders were taken, in that same thread.
+
+        The engine is between two steps then. It must neither block nor raise.
+        """
+        self._driving.watchers.append(watcher)
+
+    def between_steps(self) -> contextlib.AbstractContextManager[Engine]:
+        """The engine, for as long as the context lasts between two steps: look, and be quick."""
+        return self._driving.engine()
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a seat or for blocks; told at once, also within a step."""
+        return self._driving.num_waiting
 
     def statistics(self) -> EngineStatistics:
         """What the memory holds and what happened so far."""
@@ -251,8 +292,8 @@ class LLM:
         return None, [int(token_id) for token_id in prompt if isinstance(token_id, int)]
 
 
-class _Order:
-    """A request of a stream, on its way to the thread that runs the steps."""
+class Order:
+    """A request on its way to the thread that runs the steps."""
 
     def __init__(
         self,
@@ -260,13 +301,16 @@ class _Order:
         params: SamplingParams,
         prompt: str | None,
         namespace: Namespace | None,
-        tell: Callable[[Chunk | BaseException], None],
+        tell: Callable[[Any], None],
+        *,
+        hears_request: bool = False,
     ) -> None:
         self.ids = ids
         self.params = params
         self.prompt = prompt
         self.namespace = namespace
         self.tell = tell
+        self.hears_request = hears_request
         self.request: Request | None = None
         self.is_withdrawn = False
 
@@ -320,11 +364,17 @@ class _Driving:
         self._engine = engine
         self._lock = _FairLock()
         self._news = threading.Condition()
-        self._submitted: deque[_Order] = deque()
-        self._withdrawn: deque[_Order] = deque()
-        self._orders: list[_Order] = []
+        self._submitted: deque[Order] = deque()
+        self._withdrawn: deque[Order] = deque()
+        self._orders: list[Order] = []
         self._thread: threading.Thread | None = None
         self._is_closing = False
+        self.watchers: list[Callable[[Engine], None]] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait, and orders that were not taken yet."""
+        return len(self._submitted) + self._engine.scheduler.num_waiting
 
     @contextlib.contextmanager
     def engine(self) -> Iterator[Engine]:
@@ -335,11 +385,16 @@ class _Driving:
     def turn(self) -> None:
         """Take what was submitted and withdrawn, and run one step."""
         with self._lock:
-            self._take_orders()
+            if self._has_news():
+                self._take_orders()
+                self._tell_watchers()
             if not self._engine.is_idle:
-                self._step()
+                try:
+                    self._step()
+                finally:
+                    self._tell_watchers()
 
-    def submit(self, order: _Order) -> None:
+    def submit(self, order: Order) -> None:
         """Add a request before the next step; it is told its chunks, or why it was refused."""
         with self._news:
             if self._is_closing:
@@ -350,7 +405,7 @@ class _Driving:
                 self._thread.start()
             self._news.notify()
 
-    def withdraw(self, order: _Order) -> None:
+    def withdraw(self, order: Order) -> None:
         """Cancel a request before the next step."""
         with self._news:
             order.is_withdrawn = True
@@ -381,6 +436,11 @@ class _Driving:
                 if order.request is not None:
                     self._engine.cancel(order.request)
                     order.tell(InvalidInput("this LLM was closed"))
+            self._tell_watchers()
+
+    def _tell_watchers(self) -> None:
+        for watcher in self.watchers:
+            watcher(self._engine)
 
     def _has_news(self) -> bool:
         return bool(self._submitted or self._withdrawn)
@@ -398,23 +458,32 @@ class _Driving:
                     namespace=order.namespace,
                     listener=order.tell,
                 )
-                self._orders.append(order)
             except Exception as refusal:
                 order.tell(refusal)
+                continue
+            self._orders.append(order)
+            if order.hears_request:
+                order.tell(order.request)
         while self._withdrawn:
             order = self._withdrawn.popleft()
             if order.request is not None:
                 self._engine.cancel(order.request)
-        self._orders = [o for o in self._orders if o.request and not o.request.is_finished]
 
     def _step(self) -> None:
-        running = [o for o in self._orders if o.request and not o.request.is_finished]
+        self._orders = [o for o in self._orders if o.request and not o.request.is_finished]
+        running = self._orders
         try:
             self._engine.step()
         except BaseException as failure:
-            for order in running:
-                if order.request and order.request.is_finished:
-                    order.tell(failure)
+            ended = [order for order in running if order.request and order.request.is_finished]
+            if not ended and isinstance(failure, Exception):
+                # Nobody's model or token failed but the step itself, and so would the next one.
+                ended = running
+                for order in running:
+                    if order.request:
+                        self._engine.cancel(order.request)
+            for order in ended:
+                order.tell(failure)
             raise
 
 
