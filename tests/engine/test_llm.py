@@ -23,7 +23,7 @@ from models.tiny_models import (
     tiny_model,
     tiny_tokenizer,
 )
-from pagedkv.engine import LLM, SamplingParams
+from pagedkv.engine import LLM, BeamSearchParams, SamplingParams
 from pagedkv.engine.outputs import Chunk
 from pagedkv.errors import InvalidInput, NeverFits
 
@@ -118,6 +118,55 @@ def test_an_interrupt_cancels_what_was_asked_for() -> None:
         made.generate([[1, 2], [3, 4]], greedy(50), on_chunk=interrupt)
     assert made.statistics().memory.used_blocks == 0
     assert made.generate([[5, 6, 7]], greedy(4))[0].token_ids == says((5, 6, 7), 4)
+
+
+def test_whoever_cannot_be_told_spoils_nothing_for_those_in_the_same_steps() -> None:
+    made = llm(tokenizer=tiny_tokenizer())
+    other = made._engine.add([5, 6, 7], greedy(12))
+
+    def fail(place: int, chunk: Chunk) -> None:
+        raise OSError("the pipe is broken")
+
+    with pytest.raises(OSError, match="pipe"):
+        made.generate([[1, 2], [3, 4]], greedy(50), on_chunk=fail)
+    assert made.statistics().memory.num_running == 1
+    assert made.generate([[1, 2]], greedy(20))[0].token_ids == says((1, 2), 20)
+    assert other.generation().token_ids == says((5, 6, 7), 12)
+
+
+def test_beams_are_searched_for_beside_other_requests_and_come_with_their_text() -> None:
+    made = llm(tokenizer=tiny_tokenizer())
+    other = made._engine.add([5, 6, 7], greedy(12))
+    params = BeamSearchParams(num_beams=3, num_return_sequences=2, max_tokens=6)
+    one, two = made.beam_search(["Hello", [5, 6, 7]], params)
+    assert one.prompt == "Hello" and two.prompt is None
+    assert [len(answer.beams) for answer in (one, two)] == [2, 2]
+    for beam in one.beams:
+        assert beam.text == made.tokenizer.decode(beam.token_ids)
+        assert beam.finish_reason == "length"
+        assert beam.score == pytest.approx(beam.logprob / 6)
+    assert one.beams[0].score >= one.beams[1].score
+    assert other.generation().token_ids[:6] == says((5, 6, 7), 12)[:6]
+    narrow = BeamSearchParams(num_beams=1, max_tokens=6)
+    assert made.beam_search("Hello", narrow)[0].beams[0].token_ids == says(one.prompt_token_ids, 6)
+    with pytest.raises(InvalidInput, match="are SamplingParams: give BeamSearchParams, or one"):
+        made.beam_search("Hello", greedy(3))  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="2 prompts, but 1 parameters"):
+        made.beam_search(["a", "b"], [params])
+    with pytest.raises(InvalidInput, match="prompt 2 has no tokens"):
+        made.beam_search([[1], []], params)
+    made._engine.cancel(other)
+    assert made.statistics().memory.used_blocks == 0
+
+
+def test_the_token_that_ends_a_beam_is_no_part_of_its_text() -> None:
+    model = tiny_model("llama")
+    likeliest = says((5, 6, 7), 1)[0]
+    model.generation_config.eos_token_id = likeliest
+    made = LLM(model, tokenizer=tiny_tokenizer(), num_tokens=512)
+    params = BeamSearchParams(num_beams=2, max_tokens=4, length_penalty=-5.0)
+    [found] = made.beam_search([5, 6, 7], params)[0].beams
+    assert (found.token_ids, found.text, found.finish_reason) == ((likeliest,), "", "stop")
 
 
 async def _read(made: LLM, prompt: list[int], count: int) -> tuple[int, ...]:

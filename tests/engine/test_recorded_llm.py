@@ -18,8 +18,9 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from models.tiny_models import tiny_model
-from pagedkv.engine import LLM, SamplingParams
+from pagedkv.engine import LLM, BeamSearchParams, SamplingParams
 from pagedkv.engine.core import Request
+from pagedkv.errors import InvalidInput
 from pagedkv.scheduling.limits import SchedulerConfig
 
 
@@ -173,3 +174,14 @@ def test_generate_is_recorded(tmp_path: Path) -> None:
         "chunked-prefill": True,
         "watermark": 0.01,
     }
+
+
+def test_a_recorded_run_refuses_beam_search_which_could_not_be_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with LLM(tiny_model("llama"), record=path, num_blocks=64, block_size=4) as llm:
+        with pytest.raises(InvalidInput, match="prompt 1: beam search cannot be recorded") as told:
+            llm.beam_search([[1, 2, 3]], BeamSearchParams(num_beams=2))
+        assert "\n" not in str(told.value)
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5))
+        assert llm.statistics().requests == 1
+    assert read_trace(str(path)).prompt_tokens.tolist() == [3]

@@ -195,4 +195,4 @@ def test_the_limit_is_max_tokens_or_what_the_model_has_room_for(
     max_tokens: int | None, prompt_tokens: int, limit: int
 ) -> None:
     params = SamplingParams(max_tokens=max_tokens)
-    assert output_limit(params, prompt_tokens=prompt_tokens, max_model_len=100) == limit
+    assert output_limit(params.max_tokens, prompt_tokens=prompt_tokens, max_model_len=100) == limit

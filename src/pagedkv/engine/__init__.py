@@ -9,14 +9,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pagedkv.engine.beam_search import BeamSearchParams
     from pagedkv.engine.llm import LLM
-    from pagedkv.engine.outputs import Chunk, Completion, Generation
+    from pagedkv.engine.outputs import Beam, BeamGeneration, Chunk, Completion, Generation
     from pagedkv.engine.sampling_params import SamplingParams
 
-__all__ = ["LLM", "Chunk", "Completion", "Generation", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "Beam",
+    "BeamGeneration",
+    "BeamSearchParams",
+    "Chunk",
+    "Completion",
+    "Generation",
+    "SamplingParams",
+]
 
 _HOMES = {
     "LLM": "llm",
+    "Beam": "outputs",
+    "BeamGeneration": "outputs",
+    "BeamSearchParams": "beam_search",
     "Chunk": "outputs",
     "Completion": "outputs",
     "Generation": "outputs",

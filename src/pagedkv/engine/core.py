@@ -15,18 +15,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pagedkv.engine.beam_request import BeamRequest
+from pagedkv.engine.beam_search import BeamSearchParams, BeamStep
 from pagedkv.engine.detokenizer import Detokenizer, TokenTexts
-from pagedkv.engine.logprobs import TokenLogprob, prompt_logprobs
+from pagedkv.engine.logprobs import TokenLogprob, log_probabilities, prompt_logprobs
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.outputs import Chunk, Completion, Generation
 from pagedkv.engine.random_stream import request_seed
 from pagedkv.engine.recording import Answer, Arrival, Cut, Recorder
-from pagedkv.engine.sampling import SamplerState, sample
+from pagedkv.engine.sampling import NotFinite, SamplerState, sample
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.stopping import Finish, OutputText, Progress, output_limit
 from pagedkv.errors import InvalidInput
 from pagedkv.memory.block_key import Namespace
-from pagedkv.scheduling.continuous import Batch, Scheduler, SchedulerStatistics
+from pagedkv.scheduling.continuous import CHOSEN_LATER, Batch, Scheduler, SchedulerStatistics
 from pagedkv.scheduling.limits import SchedulerConfig
 
 Listener = Callable[[Chunk], None]
@@ -213,6 +215,7 @@ class Engine:
         self._clock = clock
         self._start_s = clock()
         self._samples: dict[int, _Sample] = {}  # by sequence
+        self._beams: dict[int, BeamRequest] = {}  # by sequence
         self._num_requests = 0
         self._output_tokens = 0
         self._step_s = 0.0
@@ -242,12 +245,7 @@ class Engine:
         Raises `NeverFits` for one that could not be served by the whole memory, and
         `InvalidInput` for a prompt that is empty, too long or has unknown tokens.
         """
-        limit = self._max_new_tokens(len(prompt_ids), params, name)
-        if prompt_ids and not 0 <= min(prompt_ids) <= max(prompt_ids) < self.model.vocab_size:
-            raise InvalidInput(
-                f"{name or 'the prompt'} has a token id that is not 0 to "
-                f"{self.model.vocab_size - 1}, the model's vocabulary"
-            )
+        limit = self._max_new_tokens(prompt_ids, params.max_tokens, name)
         request = Request(prompt, prompt_ids, params, limit, listener)
         sequences = self.scheduler.add(
             np.array(prompt_ids, dtype=np.int64),
@@ -266,7 +264,7 @@ class Engine:
             )
             output = OutputText(
                 params,
-                self._detokenizer(prompt_ids, params),
+                self._detokenizer(prompt_ids, params.skip_special_tokens),
                 eos_token_ids=self.end_token_ids,
                 limit=limit,
             )
@@ -283,8 +281,54 @@ class Engine:
             )
         return request
 
-    def cancel(self, request: Request) -> None:
+    def add_search(
+        self,
+        prompt_ids: Sequence[int],
+        params: BeamSearchParams,
+        *,
+        prompt: str | None = None,
+        name: str = "",
+        namespace: Namespace | None = None,
+    ) -> BeamRequest:
+        """A beam search arrives. Its beams are sequences that share blocks and are forked.
+
+        Raises what `add` raises, and `InvalidInput` where the run is recorded: the words of a
+        recording are who came and how long each answer was, and a beam is forked from whichever
+        other the model makes it.
+        """
+        if self._recorder is not None:
+            raise InvalidInput(
+                f"{name or 'the prompt'}: beam search cannot be recorded so that it could be "
+                "repeated: search without recording"
+            )
+        limit = self._max_new_tokens(prompt_ids, params.max_tokens, name)
+        sequence = self.scheduler.add_search(
+            np.array(prompt_ids, dtype=np.int64),
+            max_new_tokens=limit,
+            num_beams=params.num_beams,
+            namespace=namespace,
+            name=name,
+        )
+        request = BeamRequest(
+            prompt,
+            prompt_ids,
+            params,
+            max_new_tokens=limit,
+            end_token_ids=self.end_token_ids,
+            sequence=sequence,
+            detokenizer=lambda: self._detokenizer(prompt_ids, skip_special_tokens=True),
+        )
+        self._beams[sequence] = request
+        self._num_requests += 1
+        return request
+
+    def cancel(self, request: Request | BeamRequest) -> None:
         """Nobody wants this request any more; its blocks come back now. Not within a step."""
+        if isinstance(request, BeamRequest):
+            if not request.is_finished:
+                self.scheduler.cancel(request.sequences)
+                self._drop_search(request)
+            return
         going_on = [s for s in request.samples if not s.is_finished]
         if going_on:
             self.scheduler.cancel([s.sequence for s in going_on])
@@ -303,8 +347,11 @@ class Engine:
         scheduled_s = self._clock()
         forward_s = sampling_s = 0.0
         try:
-            due = [self._samples[int(sequence)] for sequence in batch.due]
-            token_ids = np.zeros(0, dtype=np.int64)
+            due = batch.due.tolist()
+            places = [i for i, sequence in enumerate(due) if sequence in self._samples]
+            members = [self._samples[due[i]] for i in places]
+            token_ids = np.full(len(batch.due), CHOSEN_LATER, dtype=np.int64)
+            searches: list[tuple[BeamRequest, BeamStep | None]] = []
             logprobs: tuple[TokenLogprob | None, ...] = ()
             if len(batch.sequences):
                 rows, inverse = self._rows(batch)
@@ -316,16 +363,24 @@ class Engine:
                     if len(inverse) != len(rows) or (inverse[1:] <= inverse[:-1]).any():
                         logits = logits[inverse]
                     sampling_start_s = self._clock()
-                    sampled = sample(logits, [s.state for s in due])
-                    token_ids, logprobs = sampled.token_ids, sampled.logprobs
+                    if members:
+                        own = logits if len(members) == len(due) else logits[places]
+                        sampled = sample(own, [s.state for s in members])
+                        token_ids[places], logprobs = sampled.token_ids, sampled.logprobs
+                    searches = self._search(due, logits)
                     sampling_s = self._clock() - sampling_start_s
         except BaseException:
             failed = Cut(self.scheduler.num_steps - 1, by_failure=True)
-            self._drop([self._samples[s] for s in self.scheduler.abandon()], failed)
+            ended = self.scheduler.abandon()
+            for request in dict.fromkeys(self._beams[s] for s in ended if s in self._beams):
+                self._drop_search(request)
+            self._drop([self._samples[s] for s in ended if s in self._samples], failed)
             raise
         self.scheduler.commit(token_ids)
         finished: list[int] = []
-        for member, token_id, logprob in zip(due, token_ids.tolist(), logprobs, strict=True):
+        for member, token_id, logprob in zip(
+            members, token_ids[places].tolist(), logprobs, strict=True
+        ):
             member.state.append(token_id)
             member.token_ids.append(token_id)
             if member.logprobs is not None and logprob is not None:
@@ -337,6 +392,8 @@ class Engine:
         if finished:
             self.scheduler.finish(finished)
             self._record([self._samples.pop(sequence) for sequence in finished])
+        for request, beam_step in searches:
+            self._go_on(request, beam_step)
         self._output_tokens += len(due)
         self._forward_s += forward_s
         total_s = self._clock() - start_s
@@ -355,17 +412,28 @@ class Engine:
             readmitted_hit_tokens=self._readmitted_hit_tokens,
         )
 
-    def _max_new_tokens(self, prompt_tokens: int, params: SamplingParams, name: str) -> int:
-        """Tokens that a request may generate: what it asks for, as far as the model goes."""
+    def _max_new_tokens(self, prompt_ids: Sequence[int], max_tokens: int | None, name: str) -> int:
+        """Tokens that a request may generate: what it asks for, as far as the model goes.
+
+        Raises `InvalidInput` for a prompt that is empty, too long or has unknown tokens.
+        """
+        prompt_tokens = len(prompt_ids)
         if prompt_tokens == 0:
             raise InvalidInput(f"{name or 'the prompt'} has no tokens: give at least one")
-        limit = output_limit(params, prompt_tokens=prompt_tokens, max_model_len=self.max_model_len)
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.model.vocab_size:
+            raise InvalidInput(
+                f"{name or 'the prompt'} has a token id that is not 0 to "
+                f"{self.model.vocab_size - 1}, the model's vocabulary"
+            )
+        limit = output_limit(
+            max_tokens, prompt_tokens=prompt_tokens, max_model_len=self.max_model_len
+        )
         if limit < 1:
             raise InvalidInput(
                 f"{name or 'the prompt'} has {prompt_tokens} tokens, which leaves no room for an "
                 f"answer: the model's maximum is {self.max_model_len}"
             )
-        if params.max_tokens is None:
+        if max_tokens is None:
             # Without a limit of its own it ends where the model or the memory does.
             slots = self.scheduler.num_blocks * self.scheduler.block_size
             limit = max(min(limit, slots + 1 - prompt_tokens), 1)
@@ -373,16 +441,61 @@ class Engine:
 
     def _note_hits(self, batch: Batch, now_s: float) -> None:
         for sequence in batch.preempted.tolist():
-            self._samples[sequence].request.num_preemptions += 1
+            self._request_of(sequence)[0].num_preemptions += 1
         for sequence, num_cached in zip(batch.admitted.tolist(), batch.num_cached.tolist()):
-            member = self._samples[sequence]
-            request = member.request
+            request, num_tokens = self._request_of(sequence)
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = num_cached
                 request.admitted_s = now_s
             else:
-                self._readmitted_tokens += len(request.prompt_ids) + len(member.token_ids)
+                self._readmitted_tokens += num_tokens
                 self._readmitted_hit_tokens += num_cached
+
+    def _request_of(self, sequence: int) -> tuple[Request | BeamRequest, int]:
+        """Whose sequence it is, and how many tokens it has."""
+        member = self._samples.get(sequence)
+        if member is None:
+            search = self._beams[sequence]
+            return search, search.num_tokens
+        return member.request, len(member.request.prompt_ids) + len(member.token_ids)
+
+    def _search(
+        self, due: list[int], logits: torch.Tensor
+    ) -> list[tuple[BeamRequest, BeamStep | None]]:
+        """Note what the model says of beams, and decide how those searches go on whose beams are
+        all known. `logits` [k, vocabulary] are of all k sequences that are due."""
+        places = [i for i, sequence in enumerate(due) if sequence in self._beams]
+        if not places:
+            return []
+        rows = logits[places].numpy()
+        bad = np.flatnonzero(~np.isfinite(rows.max(1)))
+        if len(bad):
+            raise NotFinite([places[i] for i in bad])
+        requests = []
+        for place, row in zip(places, log_probabilities(rows)):
+            request = self._beams[due[place]]
+            request.note(due[place], row)
+            requests.append(request)
+        return [(r, r.advance()) for r in dict.fromkeys(requests) if r.is_known]
+
+    def _go_on(self, request: BeamRequest, step: BeamStep | None) -> None:
+        """The beams of a search go on as decided, or end."""
+        for sequence in request.sequences:
+            del self._beams[sequence]
+        if step is None:
+            self.scheduler.finish(request.sequences)
+            request.end()
+        else:
+            request.sequences = self.scheduler.branch(
+                request.sequences, step.parents, step.token_ids
+            )
+            self._beams |= dict.fromkeys(request.sequences, request)
+
+    def _drop_search(self, request: BeamRequest) -> None:
+        """Nobody goes on with this search: its sequences are gone."""
+        for sequence in request.sequences:
+            del self._beams[sequence]
+        request.cancel()
 
     def _rows(self, batch: Batch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The places in the batch whose logits are needed, ascending, and of each due sequence
@@ -403,9 +516,10 @@ class Engine:
         """Places in the batch of sequences that compute prompt tokens somebody wants to know of."""
         found = []
         for i, sequence in enumerate(batch.sequences.tolist()):
-            request = self._samples[sequence].request
-            if request.prompt_logprobs is not None:
-                known = len(request.prompt_logprobs)
+            member = self._samples.get(sequence)
+            if member is not None and member.request.prompt_logprobs is not None:
+                request = member.request
+                known = len(member.request.prompt_logprobs)
                 start = int(batch.positions[batch.query_starts[i]])
                 if known < len(request.prompt_ids) and start < len(request.prompt_ids) - 1:
                     found.append((i, request))
@@ -429,12 +543,10 @@ class Engine:
             # After a preemption some are computed a second time.
             known += found[len(known) - 1 - position :]
 
-    def _detokenizer(self, prompt_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
+    def _detokenizer(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
         if self._texts is None:
             return _NoText()
-        return self._texts.stream(
-            skip_special_tokens=params.skip_special_tokens, prompt_ids=prompt_ids
-        )
+        return self._texts.stream(skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids)
 
     def _drop(self, samples: list[_Sample], cut: Cut) -> None:
         """Nobody goes on with these samples: their sequences are gone."""

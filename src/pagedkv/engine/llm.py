@@ -8,16 +8,18 @@ import os
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from pagedkv.engine.architectures import llama4_scale
+from pagedkv.engine.beam_request import BeamRequest
+from pagedkv.engine.beam_search import BeamSearchParams
 from pagedkv.engine.chat import chat_token_ids
 from pagedkv.engine.core import Engine, EngineStatistics, Request
 from pagedkv.engine.detokenizer import TokenTexts
 from pagedkv.engine.loading import ModelSource, check_fits, load_model, load_tokenizer
 from pagedkv.engine.memory_budget import MemoryBudget, format_bytes, plan_memory
 from pagedkv.engine.model import PagedModel
-from pagedkv.engine.outputs import Chunk, Generation
+from pagedkv.engine.outputs import BeamGeneration, Chunk, Generation
 from pagedkv.engine.recording import Recorder
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.errors import InvalidInput
@@ -27,6 +29,8 @@ from pagedkv.scheduling.limits import SchedulerConfig
 Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or the messages of a chat, each with a role and a content."""
+
+_Params = TypeVar("_Params", SamplingParams, BeamSearchParams)
 
 
 class LLM:
@@ -148,30 +152,66 @@ class LLM:
         serves none. An interrupt, or an error, cancels all of them.
         """
         listed = _listed(prompts)
-        each = _params_for_each(listed, params)
+        each = _params_for_each(listed, params, SamplingParams())
         encoded = [self._encoded(prompt, f"prompt {i + 1}") for i, prompt in enumerate(listed)]
+        told = None if on_chunk is None else _Told(on_chunk)
         requests: list[Request] = []
         try:
             with self._driving.engine() as engine:
                 for i, (text, ids) in enumerate(encoded):
-                    listener = None if on_chunk is None else _tagged(on_chunk, i)
-                    requests.append(
-                        engine.add(
-                            ids,
-                            each[i],
-                            prompt=text,
-                            name=f"prompt {i + 1}",
-                            namespace=namespace,
-                            listener=listener,
-                        )
+                    request = engine.add(
+                        ids,
+                        each[i],
+                        prompt=text,
+                        name=f"prompt {i + 1}",
+                        namespace=namespace,
+                        listener=None if told is None else told.listener(i),
                     )
+                    requests.append(request)
+            while not all(request.is_finished for request in requests):
+                self._driving.turn()
+                if told is not None and told.failure is not None:
+                    raise told.failure
+        finally:
+            self._cancel(requests)
+        return [request.generation() for request in requests]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
+        *,
+        namespace: Namespace | None = None,
+    ) -> list[BeamGeneration]:
+        """Search for the likeliest answers to all `prompts` together, in their order.
+
+        As `generate`, with the sequences that `transformers` finds with `num_beams`. Beams are
+        sequences like any other: they share the blocks of what they have in common, run in the
+        same steps as other requests, and give way when memory runs out.
+
+        Raises what `generate` raises, and `InvalidInput` where the run is recorded.
+        """
+        listed = _listed(prompts)
+        each = _params_for_each(listed, params, BeamSearchParams())
+        encoded = [self._encoded(prompt, f"prompt {i + 1}") for i, prompt in enumerate(listed)]
+        requests: list[BeamRequest] = []
+        try:
+            with self._driving.engine() as engine:
+                for i, (text, ids) in enumerate(encoded):
+                    request = engine.add_search(
+                        ids, each[i], prompt=text, name=f"prompt {i + 1}", namespace=namespace
+                    )
+                    requests.append(request)
             while not all(request.is_finished for request in requests):
                 self._driving.turn()
         finally:
-            with self._driving.engine() as engine:
-                for request in requests:
-                    engine.cancel(request)
+            self._cancel(requests)
         return [request.generation() for request in requests]
+
+    def _cancel(self, requests: Sequence[Request | BeamRequest]) -> None:
+        with self._driving.engine() as engine:
+            for request in requests:
+                engine.cancel(request)
 
     async def stream(
         self,
@@ -534,19 +574,40 @@ def _listed(prompts: Any) -> list[Prompt]:
 
 
 def _params_for_each(
-    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * len(prompts)
-    if len(params) != len(prompts):
-        raise InvalidInput(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
-    return list(params)
+    prompts: list[Prompt], params: _Params | Sequence[_Params] | None, default: _Params
+) -> list[_Params]:
+    each = default if params is None else params
+    if isinstance(each, type(default)):
+        return [each] * len(prompts)
+    listed = list(each) if isinstance(each, Sequence) else []
+    if not all(isinstance(one, type(default)) for one in listed) or not isinstance(each, Sequence):
+        raise InvalidInput(
+            f"the parameters are {type(each).__name__}: give {type(default).__name__}, or one for "
+            "each prompt"
+        )
+    if len(listed) != len(prompts):
+        raise InvalidInput(f"{len(prompts)} prompts, but {len(listed)} parameters")
+    return listed
 
 
-def _tagged(on_chunk: Callable[[int, Chunk], object], place: int) -> Callable[[Chunk], None]:
-    def listener(chunk: Chunk) -> None:
-        on_chunk(place, chunk)
+class _Told:
+    """Passes chunks on, until the one who is told fails.
 
-    return listener
+    The failure waits until the step is over: others have a part in the step too.
+    """
+
+    def __init__(self, on_chunk: Callable[[int, Chunk], object]) -> None:
+        self._on_chunk = on_chunk
+        self.failure: BaseException | None = None
+
+    def listener(self, place: int) -> Callable[[Chunk], None]:
+        """What is told the chunks of the prompt at `place`."""
+
+        def listen(chunk: Chunk) -> None:
+            if self.failure is None:
+                try:
+                    self._on_chunk(place, chunk)
+                except BaseException as failure:
+                    self.failure = failure
+
+        return listen

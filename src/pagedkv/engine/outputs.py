@@ -1,4 +1,4 @@
-"""What a request gets: chunks while it runs, and the whole at the end."""
+"""What a request gets: chunks while it runs, and the whole at the end; beams all at the end."""
 
 from __future__ import annotations
 
@@ -57,3 +57,31 @@ class Generation:
     def token_ids(self) -> tuple[int, ...]:
         """The tokens of the first sample."""
         return self.completions[0].token_ids
+
+
+@dataclass(frozen=True)
+class Beam:
+    """One sequence that a beam search has found."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    """With the end token, if it ended with one; that is no part of the text."""
+    logprob: float
+    """Natural logarithm of the probability of all of its tokens."""
+    score: float
+    """`logprob` with the length penalty: what beams are compared by."""
+    finish_reason: FinishReason
+    """"stop": it ended with an end token. "length": it is as long as was allowed."""
+
+
+@dataclass(frozen=True)
+class BeamGeneration:
+    """A prompt and the best sequences that were found."""
+
+    prompt: str | None
+    """None where the prompt was given as token ids."""
+    prompt_token_ids: tuple[int, ...]
+    beams: tuple[Beam, ...]
+    """Best first. None where it was cancelled, as with a step that failed for somebody else."""
+    num_cached_tokens: int
+    """Tokens of the prompt that were found in the cache when it was first admitted."""

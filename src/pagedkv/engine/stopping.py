@@ -32,13 +32,13 @@ class Progress:
     finish: Finish | None
 
 
-def output_limit(params: SamplingParams, *, prompt_tokens: int, max_model_len: int) -> int:
-    """Tokens that a sequence may generate: by `max_tokens`, and by what the model can hold.
+def output_limit(max_tokens: int | None, *, prompt_tokens: int, max_model_len: int) -> int:
+    """Tokens that a sequence may generate: at most `max_tokens`, and what the model can hold.
 
     0 or less if the prompt leaves the model no room for a single one.
     """
     room = max_model_len - prompt_tokens
-    return room if params.max_tokens is None else min(room, params.max_tokens)
+    return room if max_tokens is None else min(room, max_tokens)
 
 
 class OutputText:

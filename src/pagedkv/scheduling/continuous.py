@@ -6,7 +6,8 @@ next token is, and when an answer ends. A step is one round of
 
 1. `schedule`: who computes what, with the arrays that a model and its attention take as they are;
 2. the model runs, and somebody chooses a token for each sequence that is due one;
-3. `commit`: those tokens are known from now on, and the blocks that the step filled can be found.
+3. `commit`: those tokens are known from now on, and the blocks that the step filled can be found;
+4. where there are beam searches: `branch`, for each whose beams have all been computed.
 
 A sequence is a column of arrays. Columns are recycled, and so is the room for its token ids and
 the keys of its blocks, which lie in one region of `blocks_for(longest)` blocks::
@@ -50,6 +51,11 @@ from pagedkv.scheduling.queues import (
 )
 from pagedkv.scheduling.scheduler import ADMITTED, COPIES, PREEMPTED, SCHEDULED, Plan, make_plan
 
+CHOSEN_LATER = -1
+"""What a beam that is due a token says: `Scheduler.branch` tells it, when all beams are as far."""
+
+_NO_SEARCH = -1
+
 COLUMNS = 1 << 24
 """More columns than there can be; a sequence's number modulo this is its column."""
 
@@ -74,7 +80,7 @@ class Batch(NamedTuple):
     copies: NDArray[np.int32]
     """[m, 2]: (from, to) of each block to copy, in this order, before anything is written."""
     due: NDArray[np.int64]
-    """[k]: the number of each sequence that has a new token after this step."""
+    """[k]: the number of each sequence whose next token can be chosen after this step."""
     due_rows: NDArray[np.int64]
     """[k]: the place in the batch of the token whose logits choose it; forks share one."""
     admitted: NDArray[np.int64]
@@ -192,6 +198,8 @@ class Scheduler:
         self._keyed = np.zeros(0, dtype=np.bool_)
         self._alive = np.zeros(0, dtype=np.bool_)
         self._generation = np.zeros(0, dtype=np.int64)
+        self._search = np.zeros(0, dtype=np.int64)  # its first column; of a beam
+        self._beams: dict[int, list[int]] = {}  # of a search, in their order
         self._region_blocks = np.zeros(0, dtype=np.int64)
         self._lost = np.zeros(0, dtype=np.int64)
         self._regions_end = 0
@@ -258,10 +266,119 @@ class Scheduler:
         `max_model_len`, or more samples than `max_num_seqs`.
         """
         ids = self._checked_ids(token_ids)
-        name = name or "with " + f"{len(ids)} prompt tokens"
-        if max_new_tokens < 1 or num_samples < 1:
+        first = self._arrive(ids, max_new_tokens, num_samples, "samples", namespace, reuse, name)
+        columns = np.arange(first, first + num_samples, dtype=np.int64)
+        return [int(number) for number in self._numbers(columns)]
+
+    def add_search(
+        self,
+        token_ids: ArrayLike,
+        *,
+        max_new_tokens: int,
+        num_beams: int,
+        namespace: Namespace | None = None,
+        name: str = "",
+    ) -> int:
+        """A beam search arrives: a prompt, and up to `num_beams` beams of it that go on together.
+
+        Returns the number of its first beam, which computes the prompt. A beam that is due says
+        `CHOSEN_LATER` in `commit`, and is held; when all are, `branch` says how they go on.
+
+        Raises what `add` raises. One beam must fit into the memory: those that do not fit beside
+        others are computed after them.
+        """
+        ids = self._checked_ids(token_ids)
+        first = self._arrive(ids, max_new_tokens, num_beams, "beams", namespace, True, name)
+        columns = slice(first, first + num_beams)
+        self._sequences.is_beam[columns] = True
+        self._search[columns] = first
+        self._beams[first] = [first]
+        return int(self._numbers(np.array([first]))[0])
+
+    def branch(self, beams: Iterable[int], parents: ArrayLike, token_ids: ArrayLike) -> list[int]:
+        """The beams of a search go on: the i-th of those to come goes on from
+        `beams[parents[i]]` with the token `token_ids[i]`, int64 [m] both.
+
+        `beams`: all of the search, in any order. One that nobody goes on from ends, and its
+        blocks come back; one from which several go on is forked, and they share its blocks until
+        they write. Returns the numbers of the beams to come.
+
+        Raises `UnknownSequence`, or `InvalidInput` within a step, for beams that are not all of
+        one search or not all computed, and for too many to come; then nothing is changed.
+        """
+        columns = [self._column(s) for s in beams]
+        come_from = np.ascontiguousarray(parents, dtype=np.int64)
+        said = np.ascontiguousarray(token_ids, dtype=np.int64)
+        self._check_branching(columns, come_from, said)
+        search = int(self._search[columns[0]])
+        num_places = 1 + int(self._sequences.num_followers[search])
+        next_columns = np.empty(len(come_from), dtype=np.int64)
+        _branch(
+            self._memory,
+            self._sequences,
+            self._queues,
+            self._limits,
+            self._secret,
+            self._roots,
+            self._keyed,
+            self._token_ids,
+            np.array(columns, dtype=np.int64),
+            come_from,
+            search,
+            np.empty(num_places, dtype=np.bool_),
+            said,
+            next_columns,
+        )
+        chosen = next_columns.tolist()
+        named = {columns[parent] for parent in come_from.tolist()}
+        for s in columns:
+            if s not in named:  # if another beam has its place, it has another number
+                self._generation[s] += 1
+                self._lost[s] = 0
+        self._beams[search] = chosen
+        return [int(number) for number in self._numbers(next_columns)]
+
+    def _check_branching(
+        self, columns: list[int], parents: NDArray[np.int64], said: NDArray[np.int64]
+    ) -> None:
+        if self._batch is not None:
+            raise InvalidInput("a step is under way: beams go on between two steps")
+        search = int(self._search[columns[0]]) if columns else _NO_SEARCH
+        if search == _NO_SEARCH or sorted(columns) != sorted(self._beams[search]):
+            raise InvalidInput("these are not all beams of one search")
+        sequences, tables = self._sequences, self._memory.tables
+        for s in columns:
+            row = int(sequences.row[s])
+            is_computed = row >= 0 and tables.num_computed[row] == sequences.num_tokens[s]
+            if sequences.state[s] != EXPECTED and not is_computed:
+                raise InvalidInput("not all beams of this search are computed yet")
+        most = 1 + int(sequences.num_followers[search])
+        if not 1 <= len(parents) == len(said) <= most:
             raise InvalidInput(
-                f"request {name} asks for {max_new_tokens} new tokens and {num_samples} samples: "
+                f"{len(parents)} parents and {len(said)} tokens: give as many of each, 1 to {most}"
+            )
+        if int(parents.min()) < 0 or int(parents.max()) >= len(columns):
+            raise InvalidInput(f"a parent is not 0 to {len(columns) - 1}")
+        if int(said.min()) < 0 or int(said.max()) > MAX_TOKEN_ID:
+            raise InvalidInput(f"a token id is not 0 to {MAX_TOKEN_ID}")
+        if int(sequences.num_tokens[columns[0]]) + 1 > int(sequences.total_tokens[columns[0]]):
+            raise InvalidInput("these beams have all of their tokens: finish them")
+
+    def _arrive(
+        self,
+        ids: NDArray[np.int64],
+        max_new_tokens: int,
+        count: int,
+        of_what: str,
+        namespace: Namespace | None,
+        reuse: bool,
+        name: str,
+    ) -> int:
+        """Fill `count` columns in a row for a request; returns the first. See `add`."""
+        name = name or "with " + f"{len(ids)} prompt tokens"
+        if max_new_tokens < 1 or count < 1:
+            raise InvalidInput(
+                f"request {name} asks for {max_new_tokens} new tokens and {count} {of_what}: "
                 "give at least 1 of each"
             )
         total = len(ids) + max_new_tokens
@@ -270,9 +387,9 @@ class Scheduler:
                 f"request {name}: {len(ids)} prompt tokens and {max_new_tokens} new ones are more "
                 f"than the model's maximum, {self.max_model_len}"
             )
-        if num_samples > self.config.max_num_seqs:
+        if count > self.config.max_num_seqs:
             raise InvalidInput(
-                f"request {name} asks for {num_samples} samples, which run at once, but "
+                f"request {name} asks for {count} {of_what}, which run at once, but "
                 f"max_num_seqs is {self.config.max_num_seqs}"
             )
         # The last token is never computed: its K and V are needed by nobody.
@@ -280,8 +397,8 @@ class Scheduler:
         if needed > self.num_blocks:
             raise NeverFits(request=name, needed=needed, capacity=self.num_blocks)
         root = self._root if namespace is None else root_key(self._secret, namespace)
-        first = self._take_columns(num_samples)
-        self._make_regions(first, num_samples, blocks_for(total, self.block_size))
+        first = self._take_columns(count)
+        self._make_regions(first, count, blocks_for(total, self.block_size))
         _arrive(
             self._sequences,
             self._queues,
@@ -292,13 +409,12 @@ class Scheduler:
             root,
             ids,
             first,
-            num_samples,
+            count,
             total,
             self.block_size,
             self.prefix_caching and reuse,
         )
-        columns = np.arange(first, first + num_samples, dtype=np.int64)
-        return [int(number) for number in self._numbers(columns)]
+        return first
 
     def schedule(self) -> Batch:
         """Decide the next step; its blocks are taken, and what it will write is in the `Batch`.
@@ -360,7 +476,8 @@ class Scheduler:
     def commit(self, tokens: ArrayLike) -> None:
         """The step has run: `tokens` int64 [k] are what the sequences in `Batch.due` say next.
 
-        Publishes the blocks that the step filled. Sequences cancelled meanwhile end now.
+        A beam says `CHOSEN_LATER`. Publishes the blocks that the step filled. Sequences cancelled
+        meanwhile end now.
 
         Raises `InvalidInput` for a wrong number of tokens, or without a step; the step goes on.
         """
@@ -371,8 +488,11 @@ class Scheduler:
             raise InvalidInput(
                 f"{said.size} tokens, but {len(self._due_columns)} sequences are due one"
             )
-        if said.size and (int(said.min()) < 0 or int(said.max()) > MAX_TOKEN_ID):
+        is_beam = self._sequences.is_beam[self._due_columns]
+        if not ((said[~is_beam] >= 0) & (said[~is_beam] <= MAX_TOKEN_ID)).all():
             raise InvalidInput(f"a token id is not 0 to {MAX_TOKEN_ID}")
+        if (said[is_beam] != CHOSEN_LATER).any():
+            raise InvalidInput(f"a beam has no token of its own yet: give {CHOSEN_LATER}")
         _conclude(
             self._memory,
             self._sequences,
@@ -394,7 +514,8 @@ class Scheduler:
     def abandon(self) -> list[int]:
         """The step failed: its sequences end, and nothing that it wrote is ever found.
 
-        Returns their numbers, with those of samples that were to fork from them.
+        Returns their numbers, with those of samples that were to fork from them, and of all beams
+        of their searches.
         """
         if self._batch is None:
             return []
@@ -408,16 +529,18 @@ class Scheduler:
     def finish(self, sequences: Iterable[int]) -> None:
         """These sequences have said all; their blocks come back, and cached ones can be hit.
 
+        With a beam all of its search ends.
+
         Raises `UnknownSequence`, for one that ended already too, and then ends none of them.
         """
-        columns = list(dict.fromkeys(self._column(s) for s in sequences))
-        self._leave(columns)
+        self._leave(self._with_beams([self._column(s) for s in sequences]))
 
     def cancel(self, sequences: Iterable[int]) -> None:
         """Nobody wants these sequences any more, whether they wait or run.
 
-        Samples that were to fork from them end too. While a step is under way their blocks are
-        being written to, so they come back when that step is committed or abandoned.
+        Samples that were to fork from them end too, and with a beam all of its search. While a
+        step is under way their blocks are being written to, so they come back when that step is
+        committed or abandoned.
 
         Raises `UnknownSequence`, for one that ended already too, and then ends none of them.
         """
@@ -501,11 +624,20 @@ class Scheduler:
     def _with_followers(self, columns: list[int]) -> list[int]:
         """`columns` and, of each, the samples that have not forked from it yet."""
         sequences = self._sequences
-        everyone = dict.fromkeys(columns)
+        everyone = dict.fromkeys(self._with_beams(columns))
         for s in columns:
             for follower in range(s + 1, s + 1 + int(sequences.num_followers[s])):
                 if self._alive[follower] and sequences.state[follower] == EXPECTED:
                     everyone[follower] = None
+        return list(everyone)
+
+    def _with_beams(self, columns: list[int]) -> list[int]:
+        """`columns`, each once, and all columns of the searches that they belong to."""
+        everyone = dict.fromkeys(columns)
+        if self._beams:
+            for search in set(self._search[columns].tolist()) - {_NO_SEARCH}:
+                stop = search + 1 + int(self._sequences.num_followers[search])
+                everyone |= dict.fromkeys(range(search, stop))
         return list(everyone)
 
     def _leave(self, columns: list[int]) -> None:
@@ -518,7 +650,7 @@ class Scheduler:
 
     def _is_to_be_forked(self, s: int, leaving: list[int]) -> bool:
         """Whether a sample waits for its fork, which will still take place: it ends after that."""
-        if self._sequences.state[s] != EXPECTED:
+        if self._sequences.state[s] != EXPECTED or self._sequences.is_beam[s]:
             return False
         leader = s
         while self._sequences.num_followers[leader] == 0:
@@ -533,6 +665,9 @@ class Scheduler:
         if columns:
             ended = np.array(columns, dtype=np.int64)
             scheduler.end(self._memory, self._sequences, self._queues, ended, self.block_size)
+            for s in set(self._search[ended].tolist()) - {_NO_SEARCH}:
+                del self._beams[s]
+            self._search[ended] = _NO_SEARCH
             self._alive[ended] = False
             self._generation[ended] += 1
             self._region_blocks[ended] = 0
@@ -601,6 +736,7 @@ class Scheduler:
         self._keyed = np.concatenate([self._keyed, np.zeros(count, dtype=np.bool_)])
         self._alive = np.concatenate([self._alive, np.zeros(count, dtype=np.bool_)])
         self._generation = np.concatenate([self._generation, none])
+        self._search = np.concatenate([self._search, np.full(count, _NO_SEARCH)])
         self._region_blocks = np.concatenate([self._region_blocks, none])
         self._lost = np.concatenate([self._lost, none])
         queues = make_queues(len(self._alive), self.config.max_num_seqs)
@@ -670,6 +806,7 @@ def _arrive(
         sequences.row[s] = queue.NO_ROW
         sequences.num_admissions[s] = 0
         sequences.num_followers[s] = num_samples - 1 if s == first else 0
+        sequences.is_beam[s] = False
         sequences.num_keys[s] = 0
         roots[s, 0] = root[0]
         roots[s, 1] = root[1]
@@ -745,7 +882,7 @@ def _describe(
         query_starts[i + 1] = place
         if stop == sequences.num_tokens[s]:
             followers = 0
-            if stop == sequences.prompt_tokens[s]:
+            if stop == sequences.prompt_tokens[s] and not sequences.is_beam[s]:
                 followers = sequences.num_followers[s]
             for sample in range(s, s + 1 + followers):
                 due[num_due] = sample
@@ -776,9 +913,57 @@ def _conclude(
     block_size = limits.block_size
     for i in range(len(due)):
         s = due[i]
-        num_tokens = sequences.num_tokens[s]
-        token_ids[sequences.first_key[s] * block_size + num_tokens - 1] = said[i]
-        if keyed[s] and num_tokens % block_size == 0:
-            block = num_tokens // block_size - 1
-            _name_block(sequences, roots, token_ids, secret, s, block, block_size)
-            sequences.num_keys[s] = block + 1
+        if not sequences.is_beam[s]:
+            _write_down(sequences, roots, keyed, token_ids, secret, s, said[i], block_size)
+
+
+@compiled_in_place
+def _branch(
+    memory: Memory,
+    sequences: Sequences,
+    queues: Queues,
+    limits: Limits,
+    secret: NDArray[np.uint64],
+    roots: NDArray[np.uint64],
+    keyed: NDArray[np.bool_],
+    token_ids: NDArray[np.int64],
+    beams: NDArray[np.int64],
+    parents: NDArray[np.int64],
+    search: int,
+    is_free: NDArray[np.bool_],
+    said: NDArray[np.int64],
+    next_beams: NDArray[np.int64],
+) -> None:
+    """Fork beams, with the tokens that they have, and then write down what each says next."""
+    scheduler.branch(memory, sequences, queues, limits, beams, parents, search, is_free, next_beams)
+    block_size = limits.block_size
+    for i in range(len(next_beams)):
+        s, parent = next_beams[i], beams[parents[i]]
+        if s != parent:
+            old, new = sequences.first_key[parent] * block_size, sequences.first_key[s] * block_size
+            for t in range(sequences.num_tokens[parent]):
+                token_ids[new + t] = token_ids[old + t]
+    for i in range(len(next_beams)):
+        s = next_beams[i]
+        sequences.num_tokens[s] += 1
+        _write_down(sequences, roots, keyed, token_ids, secret, s, said[i], block_size)
+
+
+@compiled_in_place
+def _write_down(
+    sequences: Sequences,
+    roots: NDArray[np.uint64],
+    keyed: NDArray[np.bool_],
+    token_ids: NDArray[np.int64],
+    secret: NDArray[np.uint64],
+    s: int,
+    said: int,
+    block_size: int,
+) -> None:
+    """`said` is the last token of `s`; name the block that is full of tokens with it."""
+    num_tokens = sequences.num_tokens[s]
+    token_ids[sequences.first_key[s] * block_size + num_tokens - 1] = said
+    if keyed[s] and num_tokens % block_size == 0:
+        block = num_tokens // block_size - 1
+        _name_block(sequences, roots, token_ids, secret, s, block, block_size)
+        sequences.num_keys[s] = block + 1

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from pagedkv.compiling import compiled_in_place
 
 EXPECTED, WAITING, RUNNING, FINISHED = 0, 1, 2, 3
-"""States of a sequence; one is expected before it arrives, and while it waits to be forked."""
+"""States of a sequence; one is expected before it arrives, and while it waits to be forked or, as a
+beam without blocks, for the other beams."""
 
 NO_ROW = -1
 
@@ -30,6 +31,7 @@ class Sequences(NamedTuple):
     row: NDArray[np.int64]  # its row in the block tables while it runs
     num_admissions: NDArray[np.int64]
     num_followers: NDArray[np.int64]  # sequences after it that fork from it after its prompt
+    is_beam: NDArray[np.bool_]  # its next token is chosen together with those of other beams
     first_key: NDArray[np.int64]  # its block keys are keys[first_key : first_key + num_keys]
     num_keys: NDArray[np.int64]
     keys: NDArray[np.uint64]  # [all keys, 2]
@@ -67,6 +69,7 @@ def make_sequences(
         row=np.full(n, NO_ROW, dtype=np.int64),
         num_admissions=np.zeros(n, dtype=np.int64),
         num_followers=none if num_followers is None else num_followers,
+        is_beam=np.zeros(n, dtype=np.bool_),
         first_key=none if first_key is None else first_key,
         num_keys=none if num_keys is None else num_keys,
         keys=np.zeros((0, 2), dtype=np.uint64) if keys is None else keys,
@@ -134,6 +137,18 @@ def start(sequences: Sequences, queues: Queues, s: int) -> None:
     queues.counters[RUNNING_SIZE] += 1
     sequences.state[s] = RUNNING
     sequences.num_admissions[s] += 1
+
+
+@compiled_in_place
+def leave_running(queues: Queues, s: int) -> None:
+    """Sequence `s` runs no longer; the younger ones move up."""
+    size = queues.counters[RUNNING_SIZE]
+    place = size - 1
+    while queues.running[place] != s:
+        place -= 1
+    for i in range(place + 1, size):
+        queues.running[i - 1] = queues.running[i]
+    queues.counters[RUNNING_SIZE] = size - 1
 
 
 @compiled_in_place

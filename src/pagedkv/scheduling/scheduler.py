@@ -16,6 +16,12 @@ blocks of its own of what it now finds in another's, and would take those that t
 need. When nothing runs the watermark does not count, so a sequence that fits at all is always
 admitted at last.
 
+The beams of a search go on together: one whose tokens are all computed is held, with its blocks,
+until the others are as far, and `branch` says how they go on. A held beam may have to give way like
+any other; then it waits in no queue before there is something to compute. Where nobody can compute,
+because held beams have the blocks that others need, the youngest of them gives way. So a search
+gets through wherever one of its beams fits.
+
 A sequence at the head of the queue that did not fit is not looked up again in every step. It needs
 at least its blocks less those of them that others use, found or behind a gap in the chain. Those
 grow in number only by blocks that get published, at most one block each; until these and the
@@ -42,6 +48,7 @@ from pagedkv.scheduling.queues import (
     BLOCKED,
     BLOCKED_MARK,
     BLOCKED_NEED,
+    EXPECTED,
     FINISHED,
     NO_ROW,
     RUNNING,
@@ -112,7 +119,7 @@ def schedule(
     for i in range(queues.counters[RUNNING_SIZE]):
         s = queues.running[i]
         num_uncomputed = _num_uncomputed(memory, sequences, s)
-        if num_uncomputed == 1:
+        if num_uncomputed <= 1:
             continue
         num_new = min(num_uncomputed, budget)
         needed = allocation.blocks_to_grow(memory, sequences.row[s], num_new, limits.block_size)
@@ -123,6 +130,8 @@ def schedule(
 
     if plan.counters[PREEMPTED] == 0:
         _admit(memory, sequences, queues, plan, budget, limits)
+        if plan.counters[SCHEDULED] == 0:
+            _release_youngest_held(memory, sequences, queues, plan, limits.block_size)
 
 
 @compiled_in_place
@@ -138,11 +147,85 @@ def commit(
         row = sequences.row[s]
         num_computed = memory.tables.num_tokens[row]
         allocation.commit(memory, row, num_computed, limits.block_size)
-        plan.samples[i] = num_computed == sequences.num_tokens[s]
+        plan.samples[i] = num_computed == sequences.num_tokens[s] and not sequences.is_beam[s]
         if plan.samples[i]:
             if sequences.num_tokens[s] == sequences.prompt_tokens[s]:
                 _fork_followers(memory, sequences, queues, plan, s)
             sequences.num_tokens[s] += 1
+
+
+@compiled_in_place
+def branch(
+    memory: Memory,
+    sequences: Sequences,
+    queues: Queues,
+    limits: Limits,
+    beams: NDArray[np.int64],
+    parents: NDArray[np.int64],
+    first: int,
+    is_free: NDArray[np.bool_],
+    next_beams: NDArray[np.int64],
+) -> None:
+    """The beams of a search, all of them held, go on: `next_beams[i]` from `beams[parents[i]]`.
+
+    The search has the sequences from `first` on, as many as `is_free` has places; that one and
+    `next_beams` int64 [len(parents)] are written to.
+
+    A parent that is not named gives back its blocks; one goes on as itself where it is named
+    first, and is forked where it is named again, into a place that is nobody's. A fork shares all
+    blocks. Where its parent has none, or no seat is left, it waits to be computed, before all
+    others. The caller appends the new tokens.
+    """
+    is_free[:] = True
+    for i in range(len(parents)):
+        is_free[beams[parents[i]] - first] = False
+    for i in range(len(beams)):
+        s = beams[i]
+        if is_free[s - first]:
+            if sequences.state[s] == RUNNING:
+                allocation.release(memory, sequences.row[s], limits.block_size)
+                sequences.row[s] = NO_ROW
+            sequences.state[s] = EXPECTED
+    queue.drop_finished(sequences, queues)
+
+    num_seats = limits.max_num_seqs - queues.counters[RUNNING_SIZE]
+    num_seats -= _promised(memory, sequences, queues, limits.block_size)[1]
+    place = 0
+    for i in range(len(parents)):
+        parent = beams[parents[i]]
+        is_named_before = False
+        for j in range(i):
+            is_named_before |= parents[j] == parents[i]
+        if not is_named_before:
+            next_beams[i] = parent
+            continue
+        while not is_free[place]:
+            place += 1
+        is_free[place] = False
+        s = first + place
+        next_beams[i] = s
+        _take_after(sequences, parent, s)
+        if sequences.state[parent] == RUNNING and num_seats > 0:
+            sequences.row[s] = allocation.fork(memory, sequences.row[parent])
+            queue.start(sequences, queues, s)
+            num_seats -= 1
+    for i in range(len(next_beams) - 1, -1, -1):
+        if sequences.state[next_beams[i]] == EXPECTED:
+            queue.push_front(sequences, queues, next_beams[i])
+    # The head of the queue is another one, or finds what was nobody's when it was looked at.
+    queues.counters[BLOCKED] = -1
+
+
+@compiled_in_place
+def _take_after(sequences: Sequences, parent: int, s: int) -> None:
+    """Sequence `s` has the tokens and the keys of `parent`; a column of the same size."""
+    sequences.num_tokens[s] = sequences.num_tokens[parent]
+    sequences.num_admissions[s] = sequences.num_admissions[parent]
+    sequences.num_keys[s] = sequences.num_keys[parent]
+    old, new = sequences.first_key[parent], sequences.first_key[s]
+    for i in range(sequences.num_keys[parent]):
+        sequences.keys[new + i, 0] = sequences.keys[old + i, 0]
+        sequences.keys[new + i, 1] = sequences.keys[old + i, 1]
 
 
 @compiled_in_place
@@ -187,6 +270,7 @@ def end(
 
 @compiled_in_place
 def _num_uncomputed(memory: Memory, sequences: Sequences, s: int) -> int:
+    """Tokens that running sequence `s` has to compute: none if it is a beam that is held."""
     return int(sequences.num_tokens[s] - memory.tables.num_computed[sequences.row[s]])
 
 
@@ -228,16 +312,41 @@ def _make_room(
 def _preempt_youngest(
     memory: Memory, sequences: Sequences, queues: Queues, plan: Plan, block_size: int
 ) -> int:
-    """The youngest running sequence gives way: its blocks go, it waits to be recomputed."""
-    queues.counters[RUNNING_SIZE] -= 1
-    s = int(queues.running[queues.counters[RUNNING_SIZE]])
+    """The running sequence that began last gives way; returns which it is."""
+    s = int(queues.running[queues.counters[RUNNING_SIZE] - 1])
+    _preempt(memory, sequences, queues, plan, s, block_size)
+    return s
+
+
+@compiled_in_place
+def _release_youngest_held(
+    memory: Memory, sequences: Sequences, queues: Queues, plan: Plan, block_size: int
+) -> None:
+    """The youngest beam that is held, if there is one, gives way to whoever could compute."""
+    for i in range(queues.counters[RUNNING_SIZE] - 1, -1, -1):
+        s = int(queues.running[i])
+        if _num_uncomputed(memory, sequences, s) == 0:
+            _preempt(memory, sequences, queues, plan, s, block_size)
+            # Once back, it may be before who was found not to fit, with blocks that were nobody's.
+            queues.counters[BLOCKED] = -1
+            return
+
+
+@compiled_in_place
+def _preempt(
+    memory: Memory, sequences: Sequences, queues: Queues, plan: Plan, s: int, block_size: int
+) -> None:
+    """Running sequence `s` gives way: its blocks go, it waits to be recomputed."""
+    is_held = _num_uncomputed(memory, sequences, s) == 0
     plan.preempted[plan.counters[PREEMPTED]] = s
     plan.num_lost[plan.counters[PREEMPTED]] = memory.tables.num_computed[sequences.row[s]]
     plan.counters[PREEMPTED] += 1
     allocation.release(memory, sequences.row[s], block_size)
     sequences.row[s] = NO_ROW
-    queue.push_front(sequences, queues, s)
-    return s
+    sequences.state[s] = EXPECTED
+    queue.leave_running(queues, s)
+    if not is_held:
+        queue.push_front(sequences, queues, s)
 
 
 @compiled_in_place
