@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 
 from pagedkv._version import __version__
 from pagedkv.cli.generate import generate
+from pagedkv.cli.serve import serve
 from pagedkv.cli.simulate import simulate
 from pagedkv.cli.walkthrough import walkthrough
 from pagedkv.errors import PagedKVError
@@ -67,6 +68,7 @@ app = typer.Typer(
 app.command(cls=Command)(simulate)
 app.command(cls=Command)(walkthrough)
 app.command(cls=Command)(generate)
+app.command(cls=Command)(serve)
 
 
 @app.callback(invoke_without_command=True)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pagedkv.errors import InvalidInput
 
 
-def chat_token_ids(tokenizer: Any, messages: Sequence[Any], name: str) -> list[int]:
+def chat_token_ids(
+    tokenizer: Any,
+    messages: Sequence[Any],
+    name: str,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    template_arguments: Mapping[str, Any] | None = None,
+) -> list[int]:
     """The token ids of `messages`, ending where the model's answer begins.
+
+    Without `add_generation_prompt` they end with the last message; with `continue_final_message`
+    they do, and it is left open. `template_arguments` are variables of the template.
 
     Raises `InvalidInput` for a model without a chat template, or messages that it does not take.
     """
@@ -25,7 +36,13 @@ def chat_token_ids(tokenizer: Any, messages: Sequence[Any], name: str) -> list[i
             )
     try:
         text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
+            list(messages),
+            **{
+                **(template_arguments or {}),
+                "tokenize": False,
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+            },
         )
     except Exception as problem:  # templates raise what they like
         line = (str(problem) or type(problem).__name__).splitlines()[0]

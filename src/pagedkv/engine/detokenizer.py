@@ -93,6 +93,18 @@ class TokenTexts:
             holds_replacement=bool({"?", "ByteLevel"}.intersection(self._decoders)),
         )
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text, special tokens included; it may be half a character."""
+        if self._decoders == ["ByteLevel"]:
+            return self._bytes_of(token_id)
+        token = self._token_of(token_id) or ""
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(token[1:-1], 16)])
+        # Behind another token, so that its first space is not taken for the text's.
+        alone = self._decode([token_id])
+        twice = self._decode([token_id, token_id])
+        return (twice[len(alone) :] if twice.startswith(alone) else alone).encode()
+
     def _token_of(self, token_id: int) -> str | None:
         try:
             return self._tokens[token_id]

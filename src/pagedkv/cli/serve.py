@@ -1,0 +1,191 @@
+"""`pagedkv serve`: a model over HTTP, for the clients of OpenAI's API."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagedkv.cli.generate import require_engine
+from pagedkv.errors import InvalidInput
+
+_MODEL, _SERVER, _LIMITS, _MEMORY = "Model", "Server", "Limits", "Memory and batching"
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A Hugging Face id, a model's folder, or a GGUF file.", rich_help_panel=_MODEL
+        ),
+    ] = "",
+    gguf_file: Annotated[
+        str | None,
+        typer.Option(help="The GGUF file in that id or folder.", rich_help_panel=_MODEL),
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="auto, float32, bfloat16 or float16; auto is the model's own.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto",
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(
+            help="What clients call the model.  [default: --model as given]",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
+    host: Annotated[
+        str,
+        typer.Option(
+            help="Address to listen on; 0.0.0.0 lets other machines in.", rich_help_panel=_SERVER
+        ),
+    ] = "127.0.0.1",
+    port: Annotated[
+        int,
+        typer.Option(min=0, max=65_535, help="0 takes any free one.", rich_help_panel=_SERVER),
+    ] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="PAGEDKV_API_KEY",
+            help="What clients must show; may be given again.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    drain_seconds: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="After SIGTERM, time for answers to be finished.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = 30.0,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the run to this new file, for `pagedkv simulate --by-step`: no token, no "
+            "text. Compressed where it ends in .gz or .zst.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    max_waiting: Annotated[
+        int,
+        typer.Option(help="Sequences that wait; past it 429.", rich_help_panel=_LIMITS),
+    ] = 1_024,
+    max_streams: Annotated[
+        int, typer.Option(help="Open streams; past it 429.", rich_help_panel=_LIMITS)
+    ] = 1_024,
+    max_answers: Annotated[
+        int,
+        typer.Option(
+            help="Answers to a request: prompts times n; past it 400.", rich_help_panel=_LIMITS
+        ),
+    ] = 128,
+    max_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a prompt; past it 400.  [default: what the model takes]",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None,
+    max_body_bytes: Annotated[
+        int, typer.Option(help="Bytes of a request; past it 413.", rich_help_panel=_LIMITS)
+    ] = 4 << 20,
+    max_connections: Annotated[
+        int, typer.Option(help="Open connections; past it 503.", rich_help_panel=_LIMITS)
+    ] = 4_096,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for keys and values, like 2GiB.  [default: 1GiB]",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(help="The same in blocks.", rich_help_panel=_MEMORY)
+    ] = None,
+    num_tokens: Annotated[
+        int | None, typer.Option(help="The same in tokens.", rich_help_panel=_MEMORY)
+    ] = None,
+    block_size: Annotated[
+        int, typer.Option(help="Tokens in a block.", rich_help_panel=_MEMORY)
+    ] = 16,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Longest sequence, prompt and answer.  [default: the model's]",
+            rich_help_panel=_MEMORY,
+        ),
+    ] = None,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Sequences that run at once.", rich_help_panel=_MEMORY)
+    ] = 256,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(help="Tokens of one step.", rich_help_panel=_MEMORY)
+    ] = 2048,
+    prefix_caching: Annotated[
+        bool,
+        typer.Option(help="Share the blocks of equal prefixes.", rich_help_panel=_MEMORY),
+    ] = True,
+) -> None:
+    """Serve a model to the clients of OpenAI's API, its keys and values in blocks."""
+    if not model:
+        raise InvalidInput("no model: give --model with an id, a folder or a GGUF file")
+    require_engine()
+    require_server()
+    from pagedkv.engine.llm import LLM
+    from pagedkv.server.lifecycle import Server
+    from pagedkv.server.limits import ServerLimits
+    from pagedkv.server.serving import Serving
+
+    limits = ServerLimits(
+        max_waiting=max_waiting,
+        max_streams=max_streams,
+        max_answers=max_answers,
+        max_prompt_tokens=max_prompt_tokens,
+        max_body_bytes=max_body_bytes,
+        max_connections=max_connections,
+    )
+    _say(f"loading {model}")
+    llm = LLM(
+        model,
+        gguf_file=gguf_file,
+        dtype=dtype,
+        kv_memory=kv_memory,
+        num_blocks=num_blocks,
+        num_tokens=num_tokens,
+        block_size=block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        prefix_caching=prefix_caching,
+        record=record,
+        announce=_say,
+    )
+    with llm:
+        serving = Serving(llm, model_name=served_model_name or model, limits=limits)
+        Server(
+            serving,
+            host=host,
+            port=port,
+            api_keys=tuple(api_key or ()),
+            drain_s=drain_seconds,
+            announce=_say,
+        ).run()
+
+
+def require_server() -> None:
+    """Raise `InvalidInput`, one line, where the packages of the extra are not installed."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise InvalidInput(f"serving needs {' and '.join(missing)}: install pagedkv[server]")
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)

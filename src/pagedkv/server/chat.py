@@ -1,0 +1,112 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from pagedkv.engine.core import Request
+from pagedkv.engine.outputs import Chunk, Completion
+from pagedkv.server.answers import Ask, Heading, error_event, usage
+from pagedkv.server.chat_schema import ChatRequest
+from pagedkv.server.event_stream import DONE
+from pagedkv.server.exchange import ClientLeft, Exchange
+from pagedkv.server.logprob_shapes import TokenNames, chat_logprobs
+from pagedkv.server.prompts import PromptReader
+
+
+async def chat_prompt(body: ChatRequest, reader: PromptReader) -> list[int]:
+    """The token ids of a chat. Raises `ApiError`."""
+    ids = await reader.chat(
+        body.engine_messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template_arguments=body.chat_template_kwargs,
+    )
+    return reader.checked(ids, "messages")
+
+
+def chat_ask(body: ChatRequest, max_answers: int) -> Ask:
+    """What the engine is asked for. Raises `ApiError`."""
+    body.check()
+    num_choices = 1 if body.n is None else body.n
+    return Ask.of(
+        body,
+        num_samples=num_choices,
+        num_choices=num_choices,
+        num_prompts=1,
+        max_answers=max_answers,
+        max_tokens=body.token_limit,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def chat_answer(
+    requests: list[Request], ask: Ask, model: str, names: TokenNames | None
+) -> dict[str, Any]:
+    """The whole answer."""
+    [request] = requests
+    choices = [
+        _choice(completion, place, names)
+        for completion in request.generation().completions
+        for place in ask.places(0, completion.sample)
+    ]
+    heading = Heading.new("chatcmpl", "chat.completion", model)
+    return {**heading.fields, "choices": choices, "usage": usage(requests, ask)}
+
+
+async def chat_events(
+    exchange: Exchange, ask: Ask, model: str, names: TokenNames | None, *, has_usage: bool
+) -> AsyncIterator[bytes]:
+    """The answer as events, a piece for all that came at once."""
+    heading = Heading.new("chatcmpl", "chat.completion.chunk", model)
+    before = heading.event_before_choices()
+    after = ',"usage":null}\n\n' if has_usage else "}\n\n"
+    begun: set[int] = set()
+    try:
+        while came := await exchange.chunks():
+            events = []
+            for _, chunk in came:
+                if not (chunk.text or chunk.finish_reason or chunk.logprobs):
+                    continue
+                for place in ask.places(0, chunk.sample):
+                    choice = _piece(chunk, place, place not in begun, names)
+                    begun.add(place)
+                    events.append(f"{before}{choice}]{after}")
+            if events:
+                yield "".join(events).encode()
+        if has_usage:
+            told = [request for request in exchange.requests if request is not None]
+            yield f'{before}],"usage":{json.dumps(usage(told, ask))}}}\n\n'.encode()
+    except ClientLeft:
+        raise
+    except Exception as error:
+        yield error_event(error)
+    yield DONE
+
+
+def _choice(completion: Completion, place: int, names: TokenNames | None) -> dict[str, Any]:
+    logprobs = None
+    if completion.logprobs is not None and names is not None:
+        logprobs = chat_logprobs(completion.logprobs, names)
+    return {
+        "index": place,
+        "message": {"role": "assistant", "content": completion.text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+
+
+def _piece(chunk: Chunk, place: int, is_first: bool, names: TokenNames | None) -> str:
+    """A choice of an event. Written by hand: a stream has thousands, and most are this plain."""
+    logprobs = "null"
+    if chunk.logprobs is not None and names is not None:
+        logprobs = json.dumps(chat_logprobs(chunk.logprobs, names), separators=(",", ":"))
+    role = '"role":"assistant",' if is_first else ""
+    reason = "null" if chunk.finish_reason is None else f'"{chunk.finish_reason}"'
+    return (
+        f'{{"index":{place},"delta":{{{role}"content":{json.dumps(chunk.text)}}},'
+        f'"logprobs":{logprobs},"finish_reason":{reason}}}'
+    )

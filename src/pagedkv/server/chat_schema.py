@@ -1,0 +1,155 @@
+"""The body of `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pagedkv.server.errors import ApiError
+from pagedkv.server.sampling_schema import SamplingFields
+
+
+class TextPart(BaseModel):
+    """A piece of a message's content."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a chat."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: list[Any] | None = None
+
+    @property
+    def text(self) -> str:
+        """The content in one piece."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class ResponseFormat(BaseModel):
+    """Which form the answer has: text."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: str
+
+
+class ChatRequest(SamplingFields):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # Accepted, and without meaning here.
+    metadata: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+
+    # Accepted where they ask for what is done anyway.
+    audio: Any = None
+    function_call: Any = None
+    functions: list[Any] | None = None
+    modalities: list[str] | None = None
+    reasoning_effort: str | None = None
+    response_format: ResponseFormat | None = None
+    tool_choice: Any = None
+    tools: list[Any] | None = None
+    verbosity: str | None = None
+    web_search_options: Any = None
+
+    def check(self) -> None:
+        """Raise `ApiError` for what is asked and would not be done."""
+        self.check_stream_options()
+        for name, harmless in _HARMLESS.items():
+            value = getattr(self, name)
+            if value is not None and value not in harmless:
+                raise ApiError(
+                    400,
+                    f"{name} is not supported: leave it out",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        if self.response_format is not None and self.response_format.type != "text":
+            raise ApiError(
+                400,
+                f"response_format {self.response_format.type!r} is not supported: text alone is",
+                param="response_format",
+                code="unsupported_parameter",
+            )
+        for place, message in enumerate(self.messages):
+            if message.tool_calls:
+                raise ApiError(
+                    400, "calls of tools are not supported", param=f"messages.{place}.tool_calls"
+                )
+        if (
+            self.max_tokens is not None
+            and self.max_completion_tokens is not None
+            and self.max_tokens != self.max_completion_tokens
+        ):
+            raise ApiError(
+                400,
+                "max_tokens and max_completion_tokens are two names of the same: give one",
+                param="max_tokens",
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: set it to true", param="top_logprobs")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ApiError(
+                400,
+                "continue_final_message needs add_generation_prompt: false",
+                param="continue_final_message",
+            )
+
+    @property
+    def token_limit(self) -> int | None:
+        """Tokens of an answer at most; None: as far as the model and the memory go."""
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return self.max_tokens
+
+    @property
+    def engine_messages(self) -> list[dict[str, Any]]:
+        """The messages as chat templates take them; few of them know developers."""
+        return [
+            {
+                "role": "system" if message.role == "developer" else message.role,
+                "content": message.text,
+                **({} if message.name is None else {"name": message.name}),
+            }
+            for message in self.messages
+        ]
+
+
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}

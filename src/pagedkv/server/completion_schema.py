@@ -1,0 +1,72 @@
+"""The body of `/v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from pagedkv.server.errors import ApiError
+from pagedkv.server.sampling_schema import SamplingFields
+
+DEFAULT_MAX_TOKENS = 16
+"""Tokens of a completion where nobody says: OpenAI's number."""
+
+
+class CompletionRequest(SamplingFields):
+    """The body of `/v1/completions`."""
+
+    prompt: (
+        str
+        | Annotated[list[int], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[list[int]], Field(min_length=1)]
+    )
+    best_of: int | None = None
+    echo: bool = False
+    logprobs: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool = True
+
+    def check(self) -> None:
+        """Raise `ApiError` for what is asked and would not be done."""
+        self.check_stream_options()
+        if self.suffix:
+            raise ApiError(
+                400,
+                "suffix is not supported: leave it out",
+                param="suffix",
+                code="unsupported_parameter",
+            )
+        if self.best_of is not None:
+            if self.best_of < (self.n or 1):
+                raise ApiError(
+                    400,
+                    f"best_of is {self.best_of} and n {self.n or 1}: give best_of at least n",
+                    param="best_of",
+                )
+            if self.stream and self.best_of > (self.n or 1):
+                raise ApiError(
+                    400,
+                    "the best are known only at the end: no stream with best_of above n",
+                    param="best_of",
+                )
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """All prompts, each text or token ids."""
+        prompt: Any = self.prompt
+        is_single = isinstance(prompt, str) or isinstance(prompt[0], int)
+        return [prompt] if is_single else list(prompt)
+
+    @property
+    def is_prompt_alone(self) -> bool:
+        """Whether nothing is to be generated: the prompt is to be told back, or judged."""
+        return self.echo and self.max_tokens == 0
+
+    @property
+    def token_limit(self) -> int:
+        """Tokens of an answer at most; 1 where none is wanted, since a step makes one."""
+        if self.is_prompt_alone:
+            return 1
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens

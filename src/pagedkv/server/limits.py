@@ -1,0 +1,47 @@
+"""What a client may ask of the server, and how much of it at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from pagedkv.errors import InvalidInput
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1_024
+"""Of one stop string: the engine looks for each character of it in each token."""
+MAX_LOGIT_BIASES = 1_024
+MAX_STOP_TOKEN_IDS = 1_024
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """Each number is one that a client meets as an error, never as a server that stands still.
+
+    Raises `InvalidInput` for values out of range.
+    """
+
+    max_waiting: int = 1_024
+    """Sequences that wait for memory or a seat; past it requests are answered with 429."""
+    max_streams: int = 1_024
+    """Streamed answers that are open at once; past it 429."""
+    max_answers: int = 128
+    """Answers to one request: its prompts times `n` or `best_of`."""
+    max_prompt_tokens: int | None = None
+    """Tokens of one prompt; None: what the model takes."""
+    max_body_bytes: int = 4 << 20
+    """Bytes of a request's body; past it 413."""
+    body_s: float = 30.0
+    """Seconds for a body to arrive; past it 408."""
+    max_connections: int = 4_096
+    """Open connections, idle ones included; past it 503."""
+    idle_s: float = 30.0
+    """Seconds that a connection may be open without a request under way."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            least = 0 if field.name == "max_waiting" else 1
+            if not value >= least:
+                raise InvalidInput(f"{field.name} is {value}: give at least {least}")

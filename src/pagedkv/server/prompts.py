@@ -1,0 +1,129 @@
+"""Prompts become token ids, long ones outside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from pagedkv.engine.chat import chat_token_ids
+from pagedkv.errors import InvalidInput
+from pagedkv.server.errors import ApiError
+
+_SHORT = 2_000
+"""Characters that are tokenized in less time than it takes to ask another thread."""
+
+Found = TypeVar("Found")
+
+
+class PromptReader:
+    """A tokenizer for many requests; `max_tokens` is what a prompt may have.
+
+    One thread for all that is long: tokenizers are not safe to use from several.
+    """
+
+    def __init__(self, tokenizer: Any, *, max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedkv-tokenizer")
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is text at all."""
+        return self._tokenizer is not None
+
+    async def text(self, text: str, *, param: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text. Raises `ApiError`."""
+        return self.checked(await self.tokens_of(text, param, add_special_tokens), param)
+
+    async def tokens_of(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text, however many."""
+        tokenizer = self._needed(param)
+        _check_unicode(text, param)
+
+        def tokenize() -> list[int]:
+            found = tokenizer(text, add_special_tokens=add_special_tokens)
+            return list(found["input_ids"])
+
+        return await self._run(len(text), tokenize)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids of a chat, however many. Raises `ApiError`."""
+        tokenizer = self._needed("messages")
+        for message in messages:
+            for text in message.values():
+                _check_unicode(text, "messages")
+
+        def tokenize() -> list[int]:
+            return chat_token_ids(
+                tokenizer,
+                messages,
+                "the prompt",
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                template_arguments=template_arguments,
+            )
+
+        length = sum(len(text) for message in messages for text in message.values())
+        try:
+            return await self._run(length, tokenize)
+        except InvalidInput as problem:
+            raise ApiError(400, str(problem), param="messages") from None
+
+    def checked(self, ids: list[int], param: str) -> list[int]:
+        """`ids`, if a prompt may be as long as that. Raises `ApiError`."""
+        if len(ids) > self._max_tokens:
+            raise ApiError(
+                400,
+                f"the prompt has {len(ids)} tokens, at most {self._max_tokens} are taken",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return ids
+
+    async def decoded(self, ids: Sequence[int], param: str) -> str:
+        """The text of token ids, special tokens included. Raises `ApiError`."""
+        tokenizer = self._needed(param)
+
+        def decode() -> str:
+            return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+        try:
+            return await self._run(len(ids), decode)
+        except (OverflowError, TypeError, ValueError, IndexError):
+            raise ApiError(400, f"{param} has token ids that cannot be", param=param) from None
+
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary writes them."""
+        return [str(token) for token in self._tokenizer.convert_ids_to_tokens(list(ids))]
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _needed(self, param: str) -> Any:
+        if self._tokenizer is None:
+            raise ApiError(400, "this model has no tokenizer: give token ids", param=param)
+        return self._tokenizer
+
+    async def _run(self, length: int, work: Callable[[], Found]) -> Found:
+        if length <= _SHORT:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _check_unicode(text: Any, param: str) -> None:
+    try:
+        str(text).encode()
+    except UnicodeEncodeError:
+        raise ApiError(
+            400, f"{param} has half a character: a lone surrogate", param=param
+        ) from None
