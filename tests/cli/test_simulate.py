@@ -21,7 +21,7 @@ import zstandard
 
 from pagedkv import __version__
 from pagedkv.cli import main
-from pagedkv.cli import simulate as command
+from pagedkv.cli import simulate_request as asked
 from pagedkv.simulate import paper, simulator
 from pagedkv.simulate import trace_formats as formats
 from pagedkv.simulate.built_in_models import BUILT_IN_CONFIGS
@@ -803,34 +803,6 @@ def test_bars_are_drawn_on_standard_error_where_that_is_a_terminal() -> None:
     assert b"\x1b" not in out and b"drawing" not in out
 
 
-def test_bars_tell_one_thing_at_a_time() -> None:
-    class Recorder:
-        def __init__(self) -> None:
-            self.tasks: dict[int, list[Any]] = {}
-            self.added = 0
-
-        def add_task(self, what: str, total: float | None) -> int:
-            self.added += 1
-            self.tasks[self.added] = [what, total, 0.0]
-            return self.added
-
-        def update(self, task: int, completed: float) -> None:
-            self.tasks[task][2] = completed
-
-        def remove_task(self, task: int) -> None:
-            del self.tasks[task]
-
-    recorder = Recorder()
-    bars = command._Bars(recorder)
-    bars.wait("reading")
-    assert list(recorder.tasks.values()) == [["reading", None, 0.0]]
-    bars("paged", 0.25)
-    bars("paged", 0.5)
-    assert list(recorder.tasks.values()) == [["paged", 1.0, 0.5]]
-    bars.wait("writing")
-    assert list(recorder.tasks.values()) == [["writing", None, 0.0]]
-
-
 # The preset.
 
 
@@ -928,7 +900,7 @@ def test_the_choices_of_the_command_are_those_of_the_simulator() -> None:
     from pagedkv.simulate.regions import PLACEMENTS
     from pagedkv.simulate.workloads import ARRIVALS
 
-    assert tuple(command.Scheme) == SCHEMES
-    assert set(command.Placement) == set(PLACEMENTS)
-    assert tuple(command.Arrivals) == ARRIVALS
-    assert tuple(command.KVDtype) == KV_DTYPES
+    assert tuple(asked.Scheme) == SCHEMES
+    assert set(asked.Placement) == set(PLACEMENTS)
+    assert tuple(asked.Arrivals) == ARRIVALS
+    assert tuple(asked.KVDtype) == KV_DTYPES

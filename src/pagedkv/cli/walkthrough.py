@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import textwrap
@@ -10,6 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from pagedkv.cli.terminal import console_with
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,10 +54,7 @@ def walkthrough(
     ] = True,
 ) -> None:
     """Explain paging with a small memory, block by block, beside the contiguous way."""
-    from rich.console import Console
-
-    plain = not colour or bool(os.environ.get("NO_COLOR"))
-    console = Console(color_system=None if plain else "auto", highlight=False)
+    console = console_with(colour)
     wait = None
     if pause and sys.stdin.isatty() and sys.stdout.isatty():
         wait = _wait_for_key

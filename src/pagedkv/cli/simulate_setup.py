@@ -1,0 +1,242 @@
+"""From what was asked of `pagedkv simulate` to the traffic, the memory and the model's speed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from pagedkv._version import __version__
+from pagedkv.cli.files import STANDARD_OUTPUT
+from pagedkv.cli.simulate_request import MOST, Given, Scheme
+from pagedkv.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from pagedkv.simulate.model_geometry import ModelGeometry
+    from pagedkv.simulate.simulator import SimulationConfig
+    from pagedkv.simulate.step_time import StepTime
+    from pagedkv.simulate.trace import Trace
+
+DEFAULT_GPU = "A100-40GB"
+DEFAULT_MODEL = "llama-3-8b"
+DEFAULT_WORKLOAD = "chat"
+DEFAULT_REQUESTS = 2_000
+GPU_MEMORY_UTILIZATION = 0.9
+"""Share of a GPU's memory that an engine takes; what the weights leave of it is the KV memory."""
+
+Settings: TypeAlias = dict[str, str | int | float | bool | None]
+
+
+@dataclass(frozen=True)
+class KVMemory:
+    """The memory to simulate, and in words where its size is from."""
+
+    num_blocks: int
+    bytes_per_token: int | None  # None where only a number of blocks is known
+    source: str
+
+
+def horizon_s_of(given: Given) -> float:
+    """When the simulated time is over, in seconds; infinite unless given."""
+    from pagedkv.cli.quantities import parse_seconds
+
+    if given.duration is None:
+        return math.inf
+    return parse_seconds(given.duration, option="--duration")
+
+
+def trace_of(given: Given, horizon_s: float) -> Trace:
+    """The requests: those of the file, or drawn from a built-in workload."""
+    from pagedkv.simulate.trace_formats import read_trace
+    from pagedkv.simulate.workloads import make_workload
+
+    if given.trace is not None:
+        trace = read_trace(given.trace, by_step=given.by_step)
+        return trace if given.requests is None else trace.first(given.requests)
+    for_all_of_it = given.requests is None and math.isfinite(horizon_s)
+    return make_workload(
+        given.workload or DEFAULT_WORKLOAD,
+        num_requests=None if for_all_of_it else given.requests or DEFAULT_REQUESTS,
+        duration_s=horizon_s if for_all_of_it else None,
+        rate_per_s=given.rate,
+        arrivals=given.arrivals,
+        seed=given.seed,
+    )
+
+
+def memory_of(given: Given, geometry: ModelGeometry, *, model_is_given: bool) -> KVMemory:
+    """How many blocks there are.
+
+    Bytes a token are known where a model was named, and not where the one that nobody asked for
+    times the steps of a memory that is given in blocks.
+    """
+    from pagedkv.cli.quantities import parse_bytes
+    from pagedkv.simulate.gpus import gpu_by_name
+
+    bytes_per_token = geometry.kv_bytes_per_token
+    if given.num_blocks is not None:
+        known = bytes_per_token if model_is_given and bytes_per_token > 0 else None
+        return KVMemory(given.num_blocks, known, "from --num-blocks")
+    if bytes_per_token == 0:
+        raise InvalidInput(f"model {geometry.name} keeps no keys and values: nothing to simulate")
+    if given.memory is not None:
+        memory_bytes = parse_bytes(given.memory, option="--memory")
+        source = given.memory
+        place, cure = f"--memory {given.memory}", "give more memory or a smaller --block-size"
+    else:
+        gpu = gpu_by_name(given.gpu)
+        count = "" if given.num_gpus == 1 else f"{given.num_gpus} x "
+        memory_bytes = (
+            int(gpu.memory_bytes * given.num_gpus * GPU_MEMORY_UTILIZATION) - geometry.weight_bytes
+        )
+        source = place = (
+            f"{GPU_MEMORY_UTILIZATION:.0%} of {count}{gpu.name} less "
+            f"{geometry.weight_bytes / 2**30:.1f} GiB of weights of {geometry.name}"
+        )
+        cure = "give another --gpu, more --num-gpus, or --memory"
+    block_bytes = bytes_per_token * given.block_size
+    num_blocks = memory_bytes // block_bytes
+    if num_blocks < 1:
+        raise InvalidInput(
+            f"{place} has no room for one block of {given.block_size} tokens of {geometry.name}, "
+            f"{block_bytes:,} bytes: {cure}"
+        )
+    if num_blocks > MOST:
+        raise InvalidInput(
+            f"{place} has room for {num_blocks:,} blocks of {given.block_size} tokens, and "
+            f"{MOST:,} is the most: give less memory or a larger --block-size"
+        )
+    return KVMemory(num_blocks, bytes_per_token, source)
+
+
+def step_time_of(given: Given, geometry: ModelGeometry) -> StepTime:
+    """How long steps take: as measured, or by the roofline of the GPU, or one second each."""
+    from pagedkv.cli.quantities import parse_seconds
+    from pagedkv.simulate.gpus import gpu_by_name
+    from pagedkv.simulate.step_time import ONE_STEP, measured_step_time, roofline_step_time
+
+    if given.by_step:
+        return ONE_STEP
+    if given.prefill_rate is None or given.step_time is None:
+        return roofline_step_time(gpu_by_name(given.gpu), geometry, num_gpus=given.num_gpus)
+    return measured_step_time(
+        prefill_rate_tokens_per_s=given.prefill_rate,
+        base_s=parse_seconds(given.step_time, option="--step-time"),
+    )
+
+
+def config_of(
+    given: Given,
+    trace: Trace,
+    geometry: ModelGeometry,
+    memory: KVMemory,
+    step_time: StepTime,
+    horizon_s: float,
+) -> tuple[SimulationConfig, list[str]]:
+    """What the simulator is told, and remarks on what was not as asked."""
+    from pagedkv.scheduling.limits import SchedulerConfig
+    from pagedkv.simulate.simulator import SimulationConfig
+
+    remarks = list(geometry.remarks)
+    if trace.recorded_with is not None:
+        remarks.append("what was not given here is as it was in the recorded run")
+    if given.by_step:
+        remarks.append("time is counted in steps of the recorded run: 1 s is one step")
+    if given.trace == STANDARD_OUTPUT:  # the same sign stands for standard input
+        remarks.append("the trace came through standard input: running it again needs it there")
+    max_model_len = given.max_model_len
+    longest = int((trace.prompt_tokens + trace.output_tokens).max())
+    if max_model_len is None:
+        max_model_len = geometry.max_model_len or longest
+        if longest > max_model_len:
+            remarks.append(
+                f"the longest request has {longest:,} tokens, {geometry.name} serves "
+                f"{max_model_len:,}: simulated as if it served {longest:,}; --max-model-len "
+                f"{max_model_len} refuses what is longer"
+            )
+            max_model_len = longest
+    config = SimulationConfig(
+        num_blocks=memory.num_blocks,
+        block_size=given.block_size,
+        step_time=step_time,
+        scheduler=SchedulerConfig(
+            max_num_seqs=given.max_num_seqs,
+            max_num_batched_tokens=given.max_num_batched_tokens,
+            chunked_prefill=given.chunked_prefill,
+            watermark=given.watermark,
+        ),
+        schemes=_schemes(given),
+        placement=given.placement,
+        prefix_caching=given.prefix_caching,
+        max_model_len=max_model_len,
+        num_samples=given.samples,
+        horizon_s=horizon_s,
+    )
+    return config, remarks
+
+
+def _schemes(given: Given) -> tuple[str, ...]:
+    from pagedkv.simulate.simulator import SCHEMES
+
+    wanted = (Scheme.PAGED.value,) if given.by_step else given.schemes
+    return tuple(s for s in SCHEMES if not wanted or s in wanted)
+
+
+def settings_of(
+    given: Given,
+    trace: Trace,
+    geometry: ModelGeometry,
+    memory: KVMemory,
+    config: SimulationConfig,
+) -> Settings:
+    """Every setting that had a say, by the name of its flag, defaults filled in."""
+    from pagedkv.simulate.gpus import gpu_by_name
+    from pagedkv.simulate.workloads import WORKLOADS
+
+    settings: Settings = {"version": __version__}
+    if given.trace is None:
+        for_all_of_it = given.requests is None and given.duration is not None
+        settings |= {
+            "workload": trace.name,
+            "requests": "as many as come within --duration" if for_all_of_it else len(trace),
+            "rate": given.rate or WORKLOADS[trace.name].default_rate_per_s,
+            "arrivals": given.arrivals,
+            "seed": given.seed,
+        }
+    else:
+        settings |= {
+            "trace": given.trace,
+            "requests": "all" if given.requests is None else given.requests,
+        }
+        if given.by_step:
+            settings["by-step"] = True
+    settings["duration"] = given.duration or "until all are served"
+    settings |= memory_settings(given.model, geometry, memory, config)
+    if not ((given.is_measured or given.by_step) and given.sizes_memory):
+        settings |= {"gpu": gpu_by_name(given.gpu).name, "num-gpus": given.num_gpus}
+    if given.is_measured:
+        settings |= {"prefill-rate": given.prefill_rate, "step-time": given.step_time}
+    return settings
+
+
+def memory_settings(
+    model: str, geometry: ModelGeometry, memory: KVMemory, config: SimulationConfig
+) -> Settings:
+    """The settings that workloads, traces and presets have in common."""
+    return {
+        "samples": config.num_samples,
+        "memory": memory.source,
+        "num-blocks": config.num_blocks,
+        "block-size": config.block_size,
+        "model": model,
+        "kv-dtype": geometry.kv_dtype,
+        "max-model-len": config.max_model_len,
+        "scheme": ", ".join(config.schemes),
+        "placement": config.placement,
+        "prefix-caching": config.prefix_caching,
+        "max-num-seqs": config.scheduler.max_num_seqs,
+        "max-num-batched-tokens": config.scheduler.max_num_batched_tokens,
+        "chunked-prefill": config.scheduler.chunked_prefill,
+        "watermark": config.scheduler.watermark,
+        "time of a step": config.step_time.description,
+    }
