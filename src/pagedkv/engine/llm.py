@@ -292,6 +292,11 @@ class LLM:
         """Sequences that wait for a seat or for blocks; told at once, also within a step."""
         return self._driving.num_waiting
 
+    @property
+    def num_steps(self) -> int:
+        """Steps begun so far; told at once, also within one."""
+        return self._engine.scheduler.num_steps
+
     def statistics(self) -> EngineStatistics:
         """What the memory holds and what happened so far."""
         with self._driving.engine() as engine:

@@ -9,7 +9,7 @@ from typing import Any
 from pagedkv.engine.core import Request
 from pagedkv.engine.outputs import Chunk, Completion
 from pagedkv.server.answers import Ask, Heading, error_event, usage
-from pagedkv.server.chat_schema import ChatRequest
+from pagedkv.server.chat_schema import ChatRequest, template_messages
 from pagedkv.server.event_stream import DONE
 from pagedkv.server.exchange import ClientLeft, Exchange
 from pagedkv.server.logprob_shapes import TokenNames, chat_logprobs
@@ -19,7 +19,7 @@ from pagedkv.server.prompts import PromptReader
 async def chat_prompt(body: ChatRequest, reader: PromptReader) -> list[int]:
     """The token ids of a chat. Raises `ApiError`."""
     ids = await reader.chat(
-        body.engine_messages,
+        template_messages(body.messages),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         template_arguments=body.chat_template_kwargs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -129,17 +130,17 @@ class ChatRequest(SamplingFields):
             return self.max_completion_tokens
         return self.max_tokens
 
-    @property
-    def engine_messages(self) -> list[dict[str, Any]]:
-        """The messages as chat templates take them; few of them know developers."""
-        return [
-            {
-                "role": "system" if message.role == "developer" else message.role,
-                "content": message.text,
-                **({} if message.name is None else {"name": message.name}),
-            }
-            for message in self.messages
-        ]
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them; few of them know developers."""
+    return [
+        {
+            "role": "system" if message.role == "developer" else message.role,
+            "content": message.text,
+            **({} if message.name is None else {"name": message.name}),
+        }
+        for message in messages
+    ]
 
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {

@@ -12,6 +12,7 @@ from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.errors import InvalidInput
 from pagedkv.memory.block_key import Namespace
 from pagedkv.server.errors import ApiError
+from pagedkv.server.metrics import AnswerTimes
 
 if TYPE_CHECKING:
     from pagedkv.engine.llm import LLM, Order
@@ -39,21 +40,23 @@ class Exchange:
         *,
         namespace: Namespace | None,
         is_streamed: bool,
-        arrived_s: float,
+        times: AnswerTimes,
         on_end: Callable[[Exchange], None],
     ) -> None:
         self.prompts = prompts
         self.params = params
         self.namespace = namespace
         self.is_streamed = is_streamed
-        self.arrived_s = arrived_s
+        self._times = times
         self.requests: list[Request | None] = [None] * len(prompts)
         self._orders: list[Order] = []
         self._on_end = on_end
         self._has_ended = False
-        self._going_on = len(prompts) * params.n
+        self.num_going_on = len(prompts) * params.n
+        """Answers that have not ended."""
         self._mailbox: list[tuple[int, Chunk]] = []
-        self._reason: Exception | None = None
+        self.reason: Exception | None = None
+        """What broke it off; None while nothing did."""
         self._waiter: asyncio.Future[None] | None = None
 
     def order(self, llm: LLM, listeners: Sequence[Callable[[News], None]]) -> None:
@@ -73,20 +76,20 @@ class Exchange:
 
     async def accepted(self) -> None:
         """Wait until all prompts have arrived in the engine; raises its refusal of one."""
-        while self._reason is None and None in self.requests:
+        while self.reason is None and None in self.requests:
             await self._news()
-        if self._reason is not None:
-            raise self._reason
+        if self.reason is not None:
+            raise self.reason
 
     async def chunks(self) -> list[tuple[int, Chunk]]:
         """Wait for more, and take all that has come, each with the place of its prompt.
 
         Empty when everything has ended. Raises what broke the answer off.
         """
-        while not self._mailbox and self._reason is None and self._going_on:
+        while not self._mailbox and self.reason is None and self.num_going_on:
             await self._news()
-        if self._reason is not None:
-            raise self._reason
+        if self.reason is not None:
+            raise self.reason
         taken, self._mailbox = self._mailbox, []
         return taken
 
@@ -96,16 +99,17 @@ class Exchange:
             pass
         return [request for request in self.requests if request is not None]
 
-    def put(self, place: int, news: News) -> None:
+    def put(self, place: int, news: News, now_s: float) -> None:
         """Note what the engine said of one prompt. `wake` follows, once for all."""
         if self._has_ended:
             return
         if isinstance(news, Chunk):
             if news.finish_reason == "abort":
                 return  # the reason follows
+            self._times.note(place, news, self.requests[place], now_s)
             self._mailbox.append((place, news))
-            self._going_on -= news.finish_reason is not None
-            if not self._going_on:
+            self.num_going_on -= news.finish_reason is not None
+            if not self.num_going_on:
                 self._end()
         elif isinstance(news, Request):
             self.requests[place] = news
@@ -121,7 +125,7 @@ class Exchange:
         """End it before its time, for a reason that whoever waits is told."""
         if self._has_ended:
             return
-        self._reason = reason
+        self.reason = reason
         self._end()
         self.wake()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -10,11 +11,14 @@ from types import FrameType
 import uvicorn
 
 from pagedkv.server.app import create_app
+from pagedkv.server.connections import bounded_protocol
 from pagedkv.server.errors import ApiError
+from pagedkv.server.guard import Guard
+from pagedkv.server.log_once import log_once
 from pagedkv.server.serving import Serving
 
-HANGING_ON_S = 0.5
-"""Time for clients to read that they were broken off."""
+IDLE_S = 1.0
+"""How often it is asked whether nobody is served, so that the laws can be checked."""
 
 
 class Server(uvicorn.Server):
@@ -32,14 +36,17 @@ class Server(uvicorn.Server):
     ) -> None:
         super().__init__(
             uvicorn.Config(
-                create_app(serving),
+                Guard(create_app(serving), keys=api_keys, limits=serving.limits),
+                http=bounded_protocol(serving.limits),
+                ws="none",
                 host=host,
                 port=port,
-                log_level="warning",
+                log_config=None,
+                log_level=logging.WARNING,
                 access_log=False,
                 lifespan="off",
                 server_header=False,
-                timeout_graceful_shutdown=max(int(HANGING_ON_S), 1),
+                timeout_graceful_shutdown=1,
             )
         )
         self._serving = serving
@@ -51,8 +58,13 @@ class Server(uvicorn.Server):
     async def serve(self, sockets: list[object] | None = None) -> None:
         """Serve until a signal comes and those who are served have gone."""
         self._loop = asyncio.get_running_loop()
+        log_once("uvicorn.error", "pagedkv.server")
         self._serving.start()
-        await super().serve(sockets)
+        verifying = asyncio.create_task(self._serving.verify_when_idle(IDLE_S))
+        try:
+            await super().serve(sockets)
+        finally:
+            verifying.cancel()
 
     async def startup(self, sockets: list[object] | None = None) -> None:
         """Listen, and say where."""

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagedkv.engine.outputs import Chunk
 from pagedkv.engine.sampling_params import SamplingParams
-from pagedkv.errors import BrokenLaw
+from pagedkv.errors import BrokenLaw, InvalidInput
 from pagedkv.memory.block_key import Namespace
 from pagedkv.server.errors import ApiError
-from pagedkv.server.exchange import Exchange, News
+from pagedkv.server.exchange import ClientLeft, Exchange, News
 from pagedkv.server.limits import ServerLimits
+from pagedkv.server.metrics import AnswerTimes, Metrics
 
 if TYPE_CHECKING:
-    from pagedkv.engine.core import Engine
+    from pagedkv.engine.core import Engine, StepTimes
     from pagedkv.engine.llm import LLM
+
+_LOG = logging.getLogger("pagedkv.server")
 
 Found = TypeVar("Found")
 
@@ -38,7 +42,7 @@ class Serving:
         self.llm = llm
         self.model_name = model_name
         self.limits = limits
-        self.created_s = int(time.time())
+        self._created_s = int(time.time())
         self.exchanges: set[Exchange] = set()
         self.num_streams = 0
         self.is_draining = False
@@ -46,6 +50,11 @@ class Serving:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._said: list[tuple[Exchange, int, News]] = []  # in this step, by the engine's thread
         self._ends_s: list[float] = []
+        self._metrics = Metrics()
+        self._noted: StepTimes | None = None
+        self._failure: BaseException | None = None
+        self._verified_steps = 0
+        self._verifying = asyncio.Lock()
         llm.watch(self._hand_over)
 
     def start(self) -> None:
@@ -65,14 +74,18 @@ class Serving:
 
         Raises `ApiError` 503 while draining or when a law is broken, 429 past the limits.
         """
-        self.check_open()
-        self._check_load(is_streamed)
+        try:
+            self.check_open()
+            self._check_load(is_streamed)
+        except ApiError as refusal:
+            self._metrics.requests.refused.labels(refusal.code).inc()
+            raise
         exchange = Exchange(
             prompts,
             params,
             namespace=namespace,
             is_streamed=is_streamed,
-            arrived_s=arrived_s,
+            times=AnswerTimes(self._metrics.requests, arrived_s),
             on_end=self._left,
         )
         self.exchanges.add(exchange)
@@ -93,6 +106,27 @@ class Serving:
                 503, "the server is shutting down", code="shutting_down", retry_after_s=5
             )
 
+    def check_model(self, model: str | None) -> None:
+        """Raise `ApiError` 404 for another model than the one that is served."""
+        if model is not None and model != self.model_name:
+            raise ApiError(
+                404,
+                f"there is no model {model!r}: {self.model_name!r} is served",
+                param="model",
+                code="model_not_found",
+            )
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The model as `/v1/models` lists it."""
+        return {
+            "id": self.model_name,
+            "object": "model",
+            "created": self._created_s,
+            "owned_by": "pagedkv",
+            "max_model_len": self.llm.max_model_len,
+        }
+
     async def between_steps(self, look: Callable[[Engine], Found]) -> Found:
         """What `look` finds in the engine between two steps, in a thread of its own."""
 
@@ -104,11 +138,31 @@ class Serving:
 
     async def verify(self) -> None:
         """Check every law of the memory; a broken one stops admission. Raises `BrokenLaw`."""
-        try:
-            await self.between_steps(lambda engine: engine.scheduler.verify())
-        except BrokenLaw as broken:
-            self.broken_law = str(broken)
-            raise
+        async with self._verifying:
+            try:
+                self._verified_steps = await self.between_steps(_verified)
+            except BrokenLaw as broken:
+                if self.broken_law is None:
+                    _LOG.error("a law of the memory is broken, admission stops: %s", broken)
+                self.broken_law = str(broken)
+                raise
+
+    async def verify_when_idle(self, every_s: float) -> None:
+        """Go on checking the laws where there were steps and nobody waits for any. For a task."""
+        while True:
+            await asyncio.sleep(every_s)
+            if self.exchanges or self.broken_law is not None:
+                continue
+            if self.llm.num_steps != self._verified_steps:
+                with contextlib.suppress(BrokenLaw):  # noted, logged, and told by /health
+                    await self.verify()
+
+    async def metrics_page(self) -> bytes:
+        """What Prometheus reads."""
+        statistics = await self.between_steps(lambda engine: engine.statistics())
+        return self._metrics.page(
+            statistics, model_name=self.model_name, num_waiting=self.llm.num_waiting
+        )
 
     def break_off_all(self, reason: Exception) -> None:
         """End all requests that are under way."""
@@ -141,6 +195,12 @@ class Serving:
 
     def _left(self, exchange: Exchange) -> None:
         self.exchanges.discard(exchange)
+        if isinstance(exchange.reason, ClientLeft):
+            self._metrics.requests.finished.labels("abort").inc(exchange.num_going_on)
+        elif isinstance(exchange.reason, InvalidInput):
+            self._metrics.requests.refused.labels("invalid").inc()
+        elif exchange.reason is not None:
+            self._metrics.requests.finished.labels("error").inc(exchange.num_going_on)
         self.num_streams -= exchange.is_streamed
         self._ends_s = [*self._ends_s[-31:], time.perf_counter()]
         for order in exchange.orders:
@@ -163,14 +223,34 @@ class Serving:
         return beginnings_and_ends
 
     def _hand_over(self, engine: Engine) -> None:
-        """Send what was said in this step to the event loop, with one call: a call wakes it."""
+        """Send what was said in this step to the event loop, with one call: a call wakes it.
+
+        Called in the engine's thread after each step, and when orders were taken.
+        """
+        times = engine.last_step
+        if times is not None and times is not self._noted:
+            self._noted = times
+            self._metrics.steps.note(times)
         if self._said and self._loop is not None:
             said, self._said = self._said, []
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
-                self._loop.call_soon_threadsafe(self._hand_out, said)
+                self._loop.call_soon_threadsafe(self._hand_out, said, time.perf_counter())
 
-    def _hand_out(self, said: list[tuple[Exchange, int, News]]) -> None:
+    def _hand_out(self, said: list[tuple[Exchange, int, News]], now_s: float) -> None:
         for exchange, place, news in said:
-            exchange.put(place, news)
+            if isinstance(news, BaseException) and not isinstance(news, InvalidInput):
+                self._log_failure(news)
+            exchange.put(place, news, now_s)
         for exchange in dict.fromkeys(exchange for exchange, _, _ in said):
             exchange.wake()
+
+    def _log_failure(self, failure: BaseException) -> None:
+        """Log a step that failed, once for all whom it concerns."""
+        if failure is not self._failure:
+            self._failure = failure
+            _LOG.error("a step failed: %s", failure, exc_info=failure)
+
+
+def _verified(engine: Engine) -> int:
+    engine.scheduler.verify()
+    return engine.scheduler.num_steps

@@ -1,0 +1,95 @@
+"""The endpoints that generate."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+
+from pagedkv.errors import InvalidInput
+from pagedkv.server.answers import Ask
+from pagedkv.server.chat import chat_answer, chat_ask, chat_events, chat_prompt
+from pagedkv.server.chat_schema import ChatRequest
+from pagedkv.server.completion_schema import CompletionRequest
+from pagedkv.server.completions import (
+    completion_answer,
+    completion_ask,
+    completion_events,
+    completion_prompts,
+)
+from pagedkv.server.errors import from_invalid_input, json_response
+from pagedkv.server.event_stream import EventStream, watched
+from pagedkv.server.exchange import Exchange
+from pagedkv.server.logprob_shapes import TokenNames
+from pagedkv.server.prompts import PromptReader
+from pagedkv.server.sampling_schema import SamplingFields
+from pagedkv.server.serving import Serving
+
+
+def add_generation(
+    app: FastAPI, serving: Serving, reader: PromptReader, names: TokenNames | None
+) -> None:
+    """The endpoints that generate."""
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        arrived_s = time.perf_counter()
+        serving.check_model(body.model)
+        ask = chat_ask(body, serving.limits.max_answers)
+        prompt = await chat_prompt(body, reader)
+        exchange = _begun(serving, [prompt], ask, body, arrived_s)
+        if not body.stream:
+            async with watched(request.receive, exchange):
+                requests = await _ended(exchange, body)
+            return json_response(chat_answer(requests, ask, serving.model_name, names))
+        await _accepted(exchange, request, body)
+        has_usage = body.stream_options is not None and body.stream_options.include_usage
+        events = chat_events(exchange, ask, serving.model_name, names, has_usage=has_usage)
+        return EventStream(events, exchange)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        arrived_s = time.perf_counter()
+        serving.check_model(body.model)
+        ask = completion_ask(body, serving.limits.max_answers)
+        prompts, texts = await completion_prompts(body, reader)
+        exchange = _begun(serving, prompts, ask, body, arrived_s)
+        if not body.stream:
+            async with watched(request.receive, exchange):
+                requests = await _ended(exchange, body)
+            return json_response(
+                completion_answer(body, requests, texts, ask, serving.model_name, names)
+            )
+        await _accepted(exchange, request, body)
+        events = completion_events(body, exchange, texts, ask, serving.model_name, names)
+        return EventStream(events, exchange)
+
+
+def _begun(
+    serving: Serving, prompts: list[list[int]], ask: Ask, body: SamplingFields, arrived_s: float
+) -> Exchange:
+    """The exchange with the engine for a request. Raises `ApiError`."""
+    return serving.exchange(
+        prompts,
+        ask.params,
+        namespace=body.namespace,
+        is_streamed=bool(body.stream),
+        arrived_s=arrived_s,
+    )
+
+
+async def _ended(exchange: Exchange, body: SamplingFields) -> list[Any]:
+    """The finished requests of an exchange that is not streamed. Raises `ApiError`."""
+    try:
+        return await exchange.finished()
+    except InvalidInput as refusal:
+        raise from_invalid_input(refusal, type(body).model_fields) from None
+
+
+async def _accepted(exchange: Exchange, request: Request, body: SamplingFields) -> None:
+    """Wait until the engine has taken a stream's prompts, so that a refusal has its status."""
+    try:
+        await exchange.accepted()
+    except InvalidInput as refusal:
+        raise from_invalid_input(refusal, type(body).model_fields) from None

@@ -1,0 +1,51 @@
+"""The bodies of `/tokenize` and `/detokenize`, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pagedkv.server.chat_schema import Message
+from pagedkv.server.errors import ApiError
+
+
+class TokenizeRequest(BaseModel):
+    """The body of `/tokenize`: a prompt, or the messages of a chat."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        """Raise `ApiError` for bodies that have not one of both, or contradict themselves."""
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "give prompt or messages, one of both", param="prompt")
+        if self.messages is not None and self.add_special_tokens:
+            raise ApiError(
+                400,
+                "the chat template brings its own special tokens: leave add_special_tokens out",
+                param="add_special_tokens",
+            )
+        if self.messages and self.add_generation_prompt and self.continue_final_message:
+            raise ApiError(
+                400,
+                "continue_final_message needs add_generation_prompt: false",
+                param="continue_final_message",
+            )
+
+
+class DetokenizeRequest(BaseModel):
+    """The body of `/detokenize`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, lt=1 << 31)]]
