@@ -1,21 +1,13 @@
 """A simulation's result as one HTML file that works offline, for people to read and send on.
 
-Everything is in the file, plotly.js included (gzip inside base64, which makes 2 MB of its 4.8;
-the page unpacks it). A content security policy in the page forbids every request, so that none
-can slip in. The same result gives the same bytes.
+The same result gives the same bytes.
 """
 
 from __future__ import annotations
 
-import base64
-import gzip
-import json
-import math
 import os
-import re
 from collections.abc import Callable, Iterable
 from html import escape
-from importlib import resources
 
 from pagedkv.simulate.headline import (
     NO_PREFIX_IDS,
@@ -30,11 +22,9 @@ from pagedkv.simulate.headline import (
     traffic_size,
 )
 from pagedkv.simulate.metrics import (
-    GROUP_NOTES,
     METRICS,
     Metric,
     applying,
-    definitions_by_group,
     filled_share,
     show_metric,
     show_number,
@@ -51,6 +41,16 @@ from pagedkv.simulate.report_figures import (
     scheme_colour,
     scheme_name,
     share_bars,
+)
+from pagedkv.simulate.report_page import (
+    again_section,
+    chart,
+    definitions_section,
+    page_html,
+    prose,
+    section,
+    term,
+    unit_html,
 )
 from pagedkv.simulate.results import (
     KINDS,
@@ -77,39 +77,20 @@ def write_report(result: SimulationResult, path: str | os.PathLike[str]) -> None
 def report_html(result: SimulationResult) -> str:
     """The whole page."""
     figures: dict[str, Figure] = {}
-    sentences = headlines(result)
+    sections = (
+        _share_section(result, figures),
+        _time_section(result, figures),
+        _map_section(result, figures),
+        _requests_section(result, figures),
+        _latency_section(result),
+        _comparison_section(result),
+        _curve_section(result, figures),
+        _numbers_section(result),
+        again_section(result.command, result.settings, _notes(result)),
+        definitions_section(),
+    )
     title = f"{result.trace_name}: where the KV memory goes"
-    body = "\n".join(
-        (
-            _header(result, sentences),
-            "<main>",
-            _share_section(result, figures),
-            _time_section(result, figures),
-            _map_section(result, figures),
-            _requests_section(result, figures),
-            _latency_section(result),
-            _comparison_section(result),
-            _curve_section(result, figures),
-            _numbers_section(result),
-            _again_section(result),
-            _definitions_section(),
-            "</main>",
-            "<footer><p>Made by pagedkv. This page is complete in itself: it loads nothing and "
-            "sends nothing.</p></footer>",
-        )
-    )
-    return (
-        "<!DOCTYPE html>\n"
-        '<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-        "script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:\">\n"
-        f"<title>{escape(title)}</title>\n"
-        f"<style>\n{_stylesheet()}</style>\n</head>\n<body>\n{body}\n"
-        f'<script type="application/json" id="figures">{_json_in_html(figures)}</script>\n'
-        f'<script type="text/plain" id="plotly">{_packed_plotly()}</script>\n'
-        f"<script>\n{_asset('report.js')}</script>\n</body>\n</html>\n"
-    )
+    return page_html(title, _header(result, headlines(result)), sections, figures)
 
 
 def _header(result: SimulationResult, sentences: tuple[str, ...]) -> str:
@@ -119,8 +100,8 @@ def _header(result: SimulationResult, sentences: tuple[str, ...]) -> str:
     )
     first, *others = sentences or ("No scheme was simulated.",)
     return (
-        f'<header>\n<p class="eyebrow">{meta}</p>\n<h1>{_prose(first)}</h1>\n'
-        f'<p class="lead">{_prose(" ".join(others))}</p>\n{_tiles(result)}</header>'
+        f'<header>\n<p class="eyebrow">{meta}</p>\n<h1>{prose(first)}</h1>\n'
+        f'<p class="lead">{prose(" ".join(others))}</p>\n{_tiles(result)}</header>'
     )
 
 
@@ -162,13 +143,13 @@ def _share_section(result: SimulationResult, figures: dict[str, Figure]) -> str:
         f"<dd>{escape(_metric(f'share.{kind}').definition)}</dd></div>"
         for kind in _kinds_present(result)
     )
-    return _section(
+    return section(
         "share",
         "Where the memory goes",
         "One bar is the whole KV memory under one way of handing it out, averaged over the time "
         "during which any request waits or runs. Dark blue does the work; green and grey can be "
         "had at any moment; the rest is kept from those who wait.",
-        _chart("share", "; ".join(describe_share(s) for s in result.schemes))
+        chart("share", "; ".join(describe_share(s) for s in result.schemes))
         + f'<dl class="kinds">{kinds}</dl>',
     )
 
@@ -185,7 +166,7 @@ def _time_section(result: SimulationResult, figures: dict[str, Figure]) -> str:
                 + describe_share(scheme),
             )
         )
-    return _section(
+    return section(
         "time",
         "Memory over time",
         "The same kinds as time goes by, all schemes on one scale: a scheme that holds fewer "
@@ -211,7 +192,7 @@ def _map_section(result: SimulationResult, figures: dict[str, Figure]) -> str:
             )
         )
     kinds = _kinds_present(result) + (["shared"] if any_shared else [])
-    return _section(
+    return section(
         "map",
         "The physical memory itself",
         "Each row is a stretch of neighbouring blocks, the first at the top; time runs to the "
@@ -231,13 +212,13 @@ def _requests_section(result: SimulationResult, figures: dict[str, Figure]) -> s
         )
         charts.append(
             f"<figure><h3>{which.capitalize()}</h3>"
-            f"{_chart(which, f'Requests {which} over time. {means}', link='time')}</figure>"
+            f"{chart(which, f'Requests {which} over time. {means}', link='time')}</figure>"
         )
     lines = "".join(
         f"<li>{_line_sample(i)}{escape(scheme_name(scheme))}</li>"
         for i, scheme in enumerate(result.schemes)
     )
-    return _section(
+    return section(
         "requests",
         "Requests running and waiting",
         "What the memory allows. While others wait, more running at once is better; where nobody "
@@ -248,7 +229,7 @@ def _requests_section(result: SimulationResult, figures: dict[str, Figure]) -> s
 
 def _latency_section(result: SimulationResult) -> str:
     metrics = [m for m in METRICS if m.key.startswith(("ttft_s.", "tpot_s."))]
-    return _section(
+    return section(
         "latency",
         "How long people wait",
         "Time to first token (TTFT) includes waiting for memory; time per output token (TPOT) is "
@@ -261,7 +242,7 @@ def _curve_section(result: SimulationResult, figures: dict[str, Figure]) -> str:
     title = "How much memory a prefix cache is worth"
     curve = result.curve
     if curve is None:
-        return _section("curve", title, NO_PREFIX_IDS, "")
+        return section("curve", title, NO_PREFIX_IDS, "")
     figures["curve"] = hit_rate_curve(curve, result)
     rows = "".join(
         f"<tr{' class=here' if is_here else ''}><th scope=row>{escape(label)}</th>"
@@ -275,14 +256,14 @@ def _curve_section(result: SimulationResult, figures: dict[str, Figure]) -> str:
         "<table><thead><tr><th scope=col>size</th><th scope=col>hit rate (%)</th>"
         f"<th scope=col>blocks</th>{size_head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
-    return _section(
+    return section(
         "curve",
         title,
         f"The share of prompt blocks that a cache of a given size finds again, exact for every "
         f"size, from one pass over the trace: {curve.accesses:,} accesses to {curve.distinct:,} "
         f"blocks of {curve.block_size} tokens. More memory than the last mark buys nothing: "
         f"{100 * curve.ceiling:.4f} % is the ceiling.",
-        _chart(
+        chart(
             "curve",
             "Hit rate over memory size. "
             + "; ".join(
@@ -303,12 +284,12 @@ def _comparison_section(result: SimulationResult) -> str:
     )
     rows = "".join(
         f"<tr><td>{escape(row.figure)}</td><td>{escape(row.system)}</td>"
-        f"<td>{escape(row.quantity)}{_unit(row.unit)}</td>"
+        f"<td>{escape(row.quantity)}{unit_html(row.unit)}</td>"
         f"<td>{row.paper:,.2f}</td><td>{row.ours:,.2f}</td>"
         f"<td>{escape(row.bar_in_words)}</td><td>{row.verdict}</td></tr>"
         for row in result.comparison
     )
-    return _section(
+    return section(
         "comparison",
         "Beside the paper",
         count_within_bar(result.comparison),
@@ -318,7 +299,7 @@ def _comparison_section(result: SimulationResult) -> str:
 
 
 def _numbers_section(result: SimulationResult) -> str:
-    return _section(
+    return section(
         "numbers",
         "Every number",
         "Each name leads to its definition. --json FILE writes these and the charts' data.",
@@ -326,30 +307,7 @@ def _numbers_section(result: SimulationResult) -> str:
     )
 
 
-def _definitions_section() -> str:
-    parts = []
-    for group, definitions in definitions_by_group().items():
-        note = f"<p>{escape(GROUP_NOTES[group])}</p>" if group in GROUP_NOTES else ""
-        entries = "".join(
-            f'<div><dt id="{_anchor(d.definition)}">{escape(d.label)}{_unit(d.unit)}</dt>'
-            f"<dd>{escape(d.definition)}</dd></div>"
-            for d in definitions
-        )
-        parts.append(f"<h3>{escape(group)}</h3>{note}<dl>{entries}</dl>")
-    return _section(
-        "definitions",
-        "What each number means",
-        "Tools in this field use the same words for different numbers; these are the meanings "
-        "here.",
-        f'<div class="definitions">{"".join(parts)}</div>',
-    )
-
-
-def _again_section(result: SimulationResult) -> str:
-    rows = "".join(
-        f"<tr><th scope=row>{escape(name)}</th><td>{escape(_setting(value))}</td></tr>"
-        for name, value in result.settings.items()
-    )
+def _notes(result: SimulationResult) -> list[str]:
     notes = [*result.remarks]
     for scheme in result.schemes:
         shown = scheme.refused[:REFUSED_SHOWN]
@@ -359,17 +317,7 @@ def _again_section(result: SimulationResult) -> str:
                 f"{scheme_name(scheme)} refused {len(scheme.refused) - len(shown):,} more "
                 "(--json has them all)."
             )
-    listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return _section(
-        "again",
-        "Run it again",
-        "The same command on the same trace gives the same numbers.",
-        '<div class="command"><pre><code id="command">'
-        f'{escape(result.command)}</code></pre><button id="copy" type="button" hidden>Copy'
-        "</button></div>"
-        + (f'<h3>Notes</h3><ul class="notes">{listed}</ul>' if notes else "")
-        + f'<h3>Settings</h3><table class="plain"><tbody>{rows}</tbody></table>',
-    )
+    return notes
 
 
 def _metric_table(
@@ -389,11 +337,7 @@ def _metric_table(
                 f"{escape(group)}</th></tr>"
             )
         cells = "".join(f"<td{_us(s)}>{escape(show_metric(metric, s))}</td>" for s in schemes)
-        rows.append(
-            f'<tr><th scope=row><a class="term{_short(metric.label)}" '
-            f'href="#{_anchor(metric.definition)}" title="{escape(metric.definition)}">'
-            f"{escape(metric.label)}</a>{_unit(metric.unit)}</th>{cells}</tr>"
-        )
+        rows.append(f"<tr><th scope=row>{term(metric)}</th>{cells}</tr>")
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="Metrics by scheme">'
         f'<table class="full"><thead><tr><th scope=col></th>{heads}</tr></thead>'
@@ -401,31 +345,11 @@ def _metric_table(
     )
 
 
-def _prose(text: str) -> str:
-    """Escaped, with the names of schemes kept from breaking at their hyphen."""
-    return re.sub(r"reserve-\w+", r'<span class="nowrap">\g<0></span>', escape(text))
-
-
-def _section(name: str, title: str, text: str, content: str) -> str:
-    return (
-        f'<section id="s-{name}" aria-labelledby="h-{name}"><h2 id="h-{name}">{escape(title)}'
-        f"</h2>\n<p>{escape(text)}</p>\n{content}</section>"
-    )
-
-
-def _chart(name: str, description: str, *, link: str = "") -> str:
-    linked = f' data-link="{link}"' if link else ""
-    return (
-        f'<div class="chart" id="{name}" role="img" aria-label="{escape(description)}"{linked}>'
-        "</div>"
-    )
-
-
 def _captioned_chart(name: str, scheme: SchemeResult, description: str) -> str:
     title = scheme_name(scheme)
     return (
         f"<figure><h3>{escape(title)}</h3>"
-        f"{_chart(name, f'{title}: {description}', link='time')}</figure>"
+        f"{chart(name, f'{title}: {description}', link='time')}</figure>"
     )
 
 
@@ -485,57 +409,5 @@ def _us(scheme: SchemeResult) -> str:
     return ' class="us"' if scheme.scheme == "paged" else ""
 
 
-def _short(label: str) -> str:
-    return " nowrap" if len(label) <= 12 else ""
-
-
-def _unit(unit: str) -> str:
-    return f' <span class="unit">({escape(unit)})</span>' if unit else ""
-
-
-def _anchor(definition: str) -> str:
-    """One anchor for each definition, so that the percentiles of a quantity share theirs."""
-    first = next(
-        d for ds in definitions_by_group().values() for d in ds if d.definition == definition
-    )
-    return "def-" + first.key.split(",")[0].replace(".", "-")
-
-
 def _metric(key: str) -> Metric:
     return next(metric for metric in METRICS if metric.key == key)
-
-
-def _setting(value: str | int | float | bool | None) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float) and math.isfinite(value):
-        return f"{value:g}"
-    return str(value)
-
-
-def _stylesheet() -> str:
-    styles = (*STYLES.values(), SHARED)
-    light = " ".join(f"--kind-{style.key}: {style.light};" for style in styles)
-    dark = " ".join(f"--kind-{style.key}: {style.dark};" for style in styles)
-    sheet = _asset("report.css")
-    return sheet.replace("KIND_COLOURS_LIGHT", light).replace("KIND_COLOURS_DARK", dark)
-
-
-def _asset(name: str) -> str:
-    return (resources.files("pagedkv.simulate") / "report_assets" / name).read_text("utf-8")
-
-
-def _packed_plotly() -> str:
-    from plotly.offline import get_plotlyjs  # here, since the command must start without plotly
-
-    # mtime=0: the same result gives the same bytes
-    packed = gzip.compress(get_plotlyjs().encode("utf-8"), compresslevel=6, mtime=0)
-    return base64.b64encode(packed).decode("ascii")
-
-
-def _json_in_html(value: object) -> str:
-    """JSON that cannot end the script element that it stands in."""
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
