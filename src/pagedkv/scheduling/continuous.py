@@ -135,6 +135,20 @@ class SchedulerStatistics:
         return 1.0 - self.held_tokens / slots if slots else 0.0
 
 
+class SchedulerArrays(NamedTuple):
+    """The arrays of a `Scheduler` themselves, for whoever looks on and changes nothing."""
+
+    memory: Memory
+    sequences: Sequences
+    queues: Queues
+    plan: Plan
+    """The newest step, with what came of it."""
+    is_alive: NDArray[np.bool_]
+    """Of each column of `sequences`, whether it is somebody's."""
+    generation: NDArray[np.int64]
+    """Of each column, how many sequences had it before."""
+
+
 class Scheduler:
     """Sequences on a memory: who computes what in each step, and where it goes.
 
@@ -243,6 +257,18 @@ class Scheduler:
     def is_in_step(self) -> bool:
         """Whether a step was scheduled and neither committed nor abandoned."""
         return self._batch is not None
+
+    @property
+    def arrays(self) -> SchedulerArrays:
+        """All state, not copied; to be read between two steps, and asked for anew each time."""
+        return SchedulerArrays(
+            self._memory,
+            self._sequences,
+            self._queues,
+            self._plan,
+            self._alive,
+            self._generation,
+        )
 
     def add(
         self,
