@@ -31,6 +31,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import config, event
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
@@ -82,6 +83,27 @@ def compiled_unlocked(function: F) -> F:
     return cast(F, _dispatcher(function, _Cache, _nrt=False, nogil=True))
 
 
+class CompiledTask:
+    """What threads run that are not Python's: they know no arguments but one address.
+
+    `function` takes the numbers, int64, that lie there; `floats_at` makes pointers of addresses
+    among them. Nothing checks these, nothing can be raised: the caller has looked at all of it.
+    """
+
+    def __init__(self, function: Callable[[Any], None]) -> None:
+        self._function = function
+
+    @functools.cached_property
+    def address(self) -> int:
+        """Where the compiled function is, once it has been compiled or loaded."""
+        signature = types.void(types.CPointer(types.int64))
+        options = {"nopython": True, "error_model": "numpy"}
+        made = CFunc(self._function, (signature.args, signature.return_type), {}, options)
+        made._cache = _CacheForTasks(self._function)
+        made.compile()
+        return int(made.address)
+
+
 class _InPlace:
     """A function with two compiled forms: for compiled callers, and for Python ones.
 
@@ -128,6 +150,15 @@ if config.DISABLE_JIT:
         """Ask for `array[place]`, of one dimension, to be in the cache soon. Changes nothing."""
 
 else:
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def floats_at(typing_context: Any, address: Any) -> Any:
+        """A pointer to the float32 numbers at an address, for `numba.carray`."""
+
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(types.float32)(types.int64), generate
 
     @intrinsic  # type: ignore[untyped-decorator]
     def prefetch(typing_context: Any, array: Any, place: Any) -> Any:
@@ -272,12 +303,21 @@ class _LocatorForCompiled(_Locator):
         return super().get_disambiguator() + "-bare"
 
 
+class _LocatorForTasks(_Locator):
+    def get_disambiguator(self) -> str:
+        return super().get_disambiguator() + "-task"
+
+
 class _CacheImpl(CompileResultCacheImpl):  # type: ignore[misc]
     _locator_classes = [_Locator]
 
 
 class _CacheImplForCompiled(CompileResultCacheImpl):  # type: ignore[misc]
     _locator_classes = [_LocatorForCompiled]
+
+
+class _CacheImplForTasks(CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = [_LocatorForTasks]
 
 
 class _Cache(FunctionCache):  # type: ignore[misc]
@@ -299,3 +339,7 @@ class _Cache(FunctionCache):  # type: ignore[misc]
 
 class _CacheForCompiled(_Cache):
     _impl_class = _CacheImplForCompiled
+
+
+class _CacheForTasks(_Cache):
+    _impl_class = _CacheImplForTasks

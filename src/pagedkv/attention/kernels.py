@@ -13,10 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagedkv.attention import work
+from pagedkv.attention.vector_code import HOST_LANES, LANE_ROWS, LANE_VECTORS
 from pagedkv.attention.vectors import (
-    HOST_LANES,
-    LANE_ROWS,
-    LANE_VECTORS,
     cap,
     claim,
     copy_row,

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from pagedkv.attention import kernels, work, writing
 from pagedkv.attention.arrays import Flat, flat, integers, is_readable_in_place, native
-from pagedkv.attention.vectors import BFLOAT16, FLOAT16
+from pagedkv.attention.vector_code import BFLOAT16, FLOAT16
 from pagedkv.errors import InvalidInput
 
 DTYPES = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}

@@ -1,40 +1,80 @@
-"""Linear layers whose weights are laid out once for the CPU's matrix units.
+"""Linear layers whose weights are laid out once, as this machine multiplies few rows best.
 
 Generating multiplies large weights by few rows at a time, and a weight as a checkpoint has it is
-rearranged in every such product. oneDNN can keep it as it wants it.
+rearranged in every such product. Float32 goes into panels (`panel_product.py`). Half precision
+goes to oneDNN, which knows the matrix units that some CPUs have for it.
 """
 
 from __future__ import annotations
 
 import torch
+from numba.core import config
 from torch import nn
 
-ROWS = 16
-"""The rows that the layout is chosen for; one chosen for 1 or 64 is slower at 4 to 64."""
+from pagedkv.attention.threads import Threads
+from pagedkv.engine import panel_product
+from pagedkv.engine.panel_product import PANEL, multiply_task
+
+_ONEDNN_ROWS = 16
+"""The rows that oneDNN's layout is chosen for; one chosen for 1 or 64 is slower at 4 to 64."""
+
+_PIECES_EACH = 4
+"""Pieces of a product for each thread, so that none waits long for one that was held up."""
 
 
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this machine's torch has oneDNN's packed products for `dtype`."""
-    mkldnn = torch.ops.mkldnn
-    if not torch.backends.mkldnn.is_available() or not (
-        hasattr(mkldnn, "_reorder_linear_weight") and hasattr(mkldnn, "_linear_pointwise")
-    ):
-        return False
-    if dtype == torch.bfloat16:
-        return bool(mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(mkldnn._is_mkldnn_fp16_supported())
-    return bool(dtype == torch.float32)
+class PanelLinear(nn.Module):
+    """`nn.Linear` in float32 with its weight in panels; the other is gone unless it is shared.
 
-
-class PackedLinear(nn.Module):
-    """`nn.Linear` with its weight packed; the unpacked one is gone unless somebody else has it."""
+    What it gives for a row is the same, bit for bit, whatever other rows there are.
+    """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias, requires_grad=False)
+        # Models ask a layer's weight for its dtype and device. It holds nothing.
+        self.weight = linear.weight.new_empty((0, linear.in_features))
+        self._panels = panel_product.packed(linear.weight.detach().numpy())
+        self._panels_address = self._panels.ctypes.data
+        self._spare = PANEL if self.out_features % PANEL else 0
+        self._threads = Threads(torch.get_num_threads())
+        num_panels = -(-self.out_features // PANEL)
+        self._pieces = min(num_panels, _PIECES_EACH * self._threads.num_threads)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., out_features]."""
+        rows = rows.contiguous()
+        count = rows.numel() // self.in_features
+        out = rows.new_empty(count * (self.out_features + self._spare))
+        numbers = [
+            0,
+            rows.data_ptr(),
+            count,
+            self.in_features,
+            self._panels_address,
+            0 if self.bias is None else self.bias.data_ptr(),
+            self.bias is not None,
+            out.data_ptr(),
+            self.out_features,
+            self._pieces,
+        ]
+        if count:
+            self._threads.run(multiply_task, numbers)
+        if self._spare:
+            out = out[: count * self.out_features]
+        return out.view(*rows.shape[:-1], self.out_features)
+
+
+class OneDNNLinear(nn.Module):
+    """`nn.Linear` with its weight as oneDNN keeps it; the other is gone unless it is shared."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        weight = linear.weight.detach()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _ONEDNN_ROWS)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias, requires_grad=False)
         # Models ask a layer's weight for its dtype and device. It holds nothing.
         self.weight = linear.weight.new_empty((0, linear.in_features))
@@ -45,6 +85,24 @@ class PackedLinear(nn.Module):
             rows, self.packed, self.bias, "none", [], ""
         )
         return product
+
+
+def packed_form(linear: nn.Linear) -> type[PanelLinear] | type[OneDNNLinear] | None:
+    """What `linear` is best replaced by on this machine; None: nothing."""
+    dtype = linear.weight.dtype
+    if dtype == torch.float32:
+        is_possible = linear.in_features % 4 == 0 and not config.DISABLE_JIT
+        return PanelLinear if is_possible else None
+    mkldnn = torch.ops.mkldnn
+    if not torch.backends.mkldnn.is_available() or not (
+        hasattr(mkldnn, "_reorder_linear_weight") and hasattr(mkldnn, "_linear_pointwise")
+    ):
+        return None
+    if dtype == torch.bfloat16:
+        return OneDNNLinear if mkldnn._is_mkldnn_bf16_supported() else None
+    if dtype == torch.float16:
+        return OneDNNLinear if mkldnn._is_mkldnn_fp16_supported() else None
+    return None
 
 
 def pack_linear_layers(model: nn.Module) -> int:
@@ -61,9 +119,10 @@ def pack_linear_layers(model: nn.Module) -> int:
     doubled_bytes = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and can_pack(child.weight.dtype):
+            form = packed_form(child) if type(child) is nn.Linear else None
+            if form is not None:
                 if users[id(child.weight)] > 1:
                     doubled_bytes += child.weight.nbytes
-                parent._modules[name] = PackedLinear(child)
+                parent._modules[name] = form(child)
                 del child
     return doubled_bytes

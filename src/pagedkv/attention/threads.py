@@ -1,0 +1,63 @@
+"""Threads that share the work of one call.
+
+Where torch is loaded its own threads are taken: they are awake between two products of a model,
+and a second set beside them would wait for the same cores. Elsewhere they are Python's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+from pagedkv.compiling import CompiledTask
+
+_Task = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class Threads:
+    """`num_threads` threads, the calling one among them, that run one task at a time."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+
+    def run(self, task: CompiledTask, numbers: list[int]) -> None:
+        """Run `task` in all threads, each with the address of `numbers`; return when all ended.
+
+        The threads share the numbers, and take their shares of the work by counting in them.
+        """
+        data = (ctypes.c_int64 * len(numbers))(*numbers)
+        address = ctypes.addressof(data)
+        parallel = _openmp_of_torch() if self.num_threads > 1 else None
+        if parallel is not None:
+            parallel(task.address, address, self.num_threads, 0)
+            return
+        function = _Task(task.address)
+        others = [self._pool.submit(function, address) for _ in range(1, self.num_threads)]
+        function(address)
+        wait(others)
+
+    @functools.cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.num_threads - 1, "pagedkv")
+
+
+@functools.cache
+def _openmp_of(module: str) -> Callable[..., Any] | None:
+    """OpenMP's entry, in the very library that the extension module in file `module` uses."""
+    try:
+        parallel = ctypes.CDLL(module).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+    return parallel
+
+
+def _openmp_of_torch() -> Callable[..., Any] | None:
+    """How torch's threads are called, where torch is loaded and they are OpenMP's."""
+    torch = sys.modules.get("torch._C")
+    return None if torch is None else _openmp_of(torch.__file__)
