@@ -81,9 +81,41 @@ def test_answers_stand_in_the_order_of_their_prompts(
     assert told.out.startswith("── first\n" + alone.out)
 
 
+def test_beams_are_printed_best_first(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--model", str(folder), "--max-tokens", "5", "--num-blocks", "40", "--beams", "3"]
+    assert run(["generate", *common, "first"]) == 0
+    alone = capsys.readouterr()
+    assert alone.out.strip() and "──" not in alone.out
+    assert run(["generate", *common, "-n", "2", "first", "second"]) == 0
+    both = capsys.readouterr().out
+    titles = [line for line in both.splitlines() if line.startswith("── ")]
+    assert [title.split(" (score ")[0] for title in titles] == ["── first"] * 2 + ["── second"] * 2
+    scores = [float(title.split(" (score ")[1][:-1]) for title in titles]
+    assert scores[0] >= scores[1] and scores[2] >= scores[3]
+    assert both.split("\n", 1)[1].startswith(alone.out)
+
+
+def test_a_long_prompt_is_cut_to_one_line_where_it_is_a_title(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    common = ["--model", str(folder), "--max-tokens", "2", "--num-blocks", "40", "--quiet"]
+    assert run(["generate", *common, "one\nline", "many words " * 9]) == 0
+    titles = [line for line in capsys.readouterr().out.splitlines() if line.startswith("── ")]
+    assert titles == ["── one line", "── many words many words many…"]
+    assert len(titles[1]) == 30
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--beams", "3", "--temperature", "1"], "--beams and --temperature exclude each other"),
+        (["--beams", "3", "--stop", "a"], "--beams and --stop exclude each other"),
+        (["--beams", "3", "--record", "r.jsonl"], "--beams and --record exclude each other"),
+        (["--beams", "3", "--seed", "0"], "--beams and --seed exclude each other"),
+        (["--beams", "0"], "--beams is 0: give at least 1"),
+        (["--beams", "2", "-n", "3"], "-n is 3: --beams 2 finds 1 to 2 answers"),
+        (["--length-penalty", "2"], "--length-penalty is for beams"),
         (["--temperature", "-1"], "temperature is -1"),
         (["--kv-memory", "1MiB", "--num-blocks", "4"], "kv_memory and num_blocks both"),
         (["--dtype", "int3"], "unknown dtype"),

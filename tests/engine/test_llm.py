@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from functools import cache
 from pathlib import Path
@@ -326,6 +327,41 @@ def test_a_model_folder_is_loaded_in_the_dtype_asked_for(tmp_path: Path) -> None
     half = LLM(tmp_path, dtype="bfloat16", num_blocks=8)
     assert half.budget.block_bytes * 2 == made.budget.block_bytes
     assert len(half.generate("Hello", greedy(8))[0].token_ids) == 8
+
+
+def test_a_folder_that_holds_half_a_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    whole, stored = config.read_text(), weights.read_bytes()
+
+    def refusal() -> str:
+        with pytest.raises(InvalidInput) as refused:
+            LLM(tmp_path, tokenizer=tiny_tokenizer())
+        assert "\n" not in str(refused.value)
+        return str(refused.value)
+
+    # Layers that it does not have would be filled with random numbers.
+    config.write_text(whole.replace('"num_hidden_layers": 4', '"num_hidden_layers": 5'))
+    assert re.search(r"lacks weights .* model\.layers\.4\..* and 8 others", refusal())
+    config.write_text(whole.replace('"hidden_size": 64', '"hidden_size": "many"'))
+    assert "no model that can be read" in refusal()
+    config.write_text(whole)
+    weights.write_bytes(stored[:1000])
+    assert "cannot be loaded" in refusal()
+    weights.unlink()
+    assert "cannot be loaded" in refusal()
+
+
+def test_sizes_that_make_no_sense_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    for sizes, message in (
+        ({"kv_memory": "2 bananas"}, "is no size"),
+        ({"kv_memory": "1GiB", "num_tokens": 5}, "both say how much memory"),
+        ({"num_blocks": 0}, "num_blocks is 0"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"record": _file(tmp_path, "there.jsonl", "x")}, "the file exists"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            LLM("/nowhere", **sizes)  # type: ignore[arg-type]
 
 
 def test_weights_larger_than_the_machine_are_refused_before_they_are_loaded(

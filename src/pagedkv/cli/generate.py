@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -14,7 +16,7 @@ from pagedkv.errors import InvalidInput
 if TYPE_CHECKING:
     from pagedkv.engine.core import EngineStatistics
     from pagedkv.engine.llm import Prompt
-    from pagedkv.engine.outputs import Chunk
+    from pagedkv.engine.outputs import BeamGeneration, Chunk
 
 _MODEL, _SAMPLING, _MEMORY = "Model", "Sampling", "Memory and batching"
 _NEEDED = ("torch", "transformers", "safetensors")
@@ -91,6 +93,21 @@ def generate(
     seed: Annotated[
         int | None, typer.Option(help="Same seed, same answers.", rich_help_panel=_SAMPLING)
     ] = None,
+    beams: Annotated[
+        int | None,
+        typer.Option(
+            help="Search for the likeliest answer with this many beams; -n says how many of them "
+            "to show.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    length_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Of beams: above 0 favours long answers, below 0 short ones.  [default: 1.0]",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
     kv_memory: Annotated[
         str | None,
         typer.Option(
@@ -140,20 +157,46 @@ def generate(
     if not asked:
         raise InvalidInput("no prompt: give one in quotes, or --prompts-file")
     require_engine()
+    from pagedkv.engine.beam_search import BeamSearchParams
     from pagedkv.engine.llm import LLM
     from pagedkv.engine.sampling_params import SamplingParams
 
-    params = SamplingParams(
-        n=samples,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop=stop or (),
-        seed=seed,
-    )
+    params: SamplingParams | BeamSearchParams
+    if beams is None:
+        if length_penalty is not None:
+            raise InvalidInput("--length-penalty is for beams: give --beams too")
+        params = SamplingParams(
+            n=samples,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            stop=stop or (),
+            seed=seed,
+        )
+    else:
+        _refuse_beside_beams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p != 1.0,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty != 1.0,
+            stop=stop,
+            seed=seed is not None,
+            record=record,
+        )
+        if beams < 1:
+            raise InvalidInput(f"--beams is {beams}: give at least 1")
+        if not 1 <= samples <= beams:
+            raise InvalidInput(f"-n is {samples}: --beams {beams} finds 1 to {beams} answers")
+        params = BeamSearchParams(
+            num_beams=beams,
+            num_return_sequences=samples,
+            max_tokens=max_tokens,
+            length_penalty=1.0 if length_penalty is None else length_penalty,
+        )
     say = _silent if quiet else _to_stderr
     say(f"loading {model}")
     llm = LLM(
@@ -175,8 +218,11 @@ def generate(
     if system is not None and not is_chat:
         raise InvalidInput("--system is for chats, and these prompts are none")
     encoded: list[Prompt] = [_chat(text, system) if is_chat else text for text in asked]
-    shown = _InOrder(asked, samples, sys.stdout)
-    llm.generate(encoded, params, on_chunk=shown.add)
+    if isinstance(params, BeamSearchParams):
+        _print_beams(asked, llm.beam_search(encoded, params), sys.stdout)
+    else:
+        shown = _InOrder(asked, samples, sys.stdout)
+        llm.generate(encoded, params, on_chunk=shown.add)
     if not quiet:
         for line in statistics_lines(llm.statistics()):
             _to_stderr(line)
@@ -204,6 +250,30 @@ def statistics_lines(statistics: EngineStatistics) -> list[str]:
         f"({memory.hit_rate:.1%}); waste: {memory.mean_waste:.1%} of the used slots; "
         f"preemptions: {memory.preemptions:,}",
     ]
+
+
+def _refuse_beside_beams(**options: object) -> None:
+    """Raise `InvalidInput` if one of these options is given: beams are searched for without it."""
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
+    if given:
+        raise InvalidInput(f"--beams and {given[0]} exclude each other: give one of them")
+
+
+def _print_beams(prompts: list[str], found: list[BeamGeneration], out: TextIO) -> None:
+    """The best sequences of each prompt, best first."""
+    is_titled = len(prompts) > 1 or any(len(generation.beams) > 1 for generation in found)
+    for prompt, generation in zip(prompts, found):
+        for beam in generation.beams:
+            if is_titled:
+                out.write(_title(prompt, f" (score {beam.score:.3f})"))
+            out.write(f"{beam.text}\n")
+
+
+def _title(prompt: str, behind: str) -> str:
+    """A line that says which prompt is answered, as far as there is room."""
+    line = " ".join(prompt.split())
+    room = shutil.get_terminal_size().columns - len("── ") - len(behind)
+    return f"── {line if len(line) <= room else line[: room - 1] + '…'}{behind}\n"
 
 
 class _InOrder:
@@ -241,7 +311,7 @@ class _InOrder:
         self._is_titled = True
         if len(self._prompts) * self._samples > 1:
             number = f" (sample {sample + 1})" if self._samples > 1 else ""
-            self._out.write(f"── {self._prompts[place]}{number}\n")
+            self._out.write(_title(self._prompts[place], number))
 
 
 def _chat(text: str, system: str | None) -> list[dict[str, str]]:
@@ -260,6 +330,9 @@ def _lines(file: Path) -> list[str]:
 
 
 def _to_stderr(line: str) -> None:
+    if sys.stderr.isatty():  # elsewhere a line stays one, so that it can be searched for
+        width = shutil.get_terminal_size().columns
+        line = textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False)
     print(line, file=sys.stderr, flush=True)
 
 

@@ -17,10 +17,10 @@ from pagedkv.engine.chat import chat_token_ids
 from pagedkv.engine.core import Engine, EngineStatistics, Request
 from pagedkv.engine.detokenizer import TokenTexts
 from pagedkv.engine.loading import ModelSource, check_fits, load_model, load_tokenizer
-from pagedkv.engine.memory_budget import MemoryBudget, format_bytes, plan_memory
+from pagedkv.engine.memory_budget import MemoryBudget, check_sizes, format_bytes, plan_memory
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.outputs import BeamGeneration, Chunk, Generation
-from pagedkv.engine.recording import Recorder
+from pagedkv.engine.recording import Recorder, check_is_new
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.errors import InvalidInput
 from pagedkv.memory.block_key import Namespace
@@ -79,6 +79,11 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             watermark=watermark,
         )
+        check_sizes(
+            block_size=block_size, kv_memory=kv_memory, num_blocks=num_blocks, num_tokens=num_tokens
+        )
+        if record is not None:
+            check_is_new(record)
         loaded, tokenizer = _loaded(model, gguf_file, tokenizer, dtype)
         self.tokenizer = tokenizer
         paged = PagedModel(loaded, pack_weights=pack_weights)

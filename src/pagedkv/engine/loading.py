@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    modeling_gguf_pytorch_utils,
+)
 from transformers.utils import logging
 
 from pagedkv.engine.architectures import check_architecture
@@ -60,24 +65,39 @@ def load_model(source: ModelSource, dtype: str) -> Any:
     """The model of `source` on the CPU, ready for inference.
 
     `dtype` "auto" is the checkpoint's own. Raises `InvalidInput` for a model that is not there,
-    cannot be read, needs more memory than there is, or is of an architecture that does not work.
+    cannot be read, lacks weights, needs more memory than there is, or is of an architecture that
+    does not work.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidInput(f"unknown dtype {dtype!r}: choose from auto, {', '.join(DTYPES)}")
     arguments: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     try:
         config = AutoConfig.from_pretrained(source.name, **arguments)
-    except (OSError, ValueError, KeyError) as problem:
-        raise InvalidInput(f"{source} is no model that can be read: {_line(problem)}") from None
+    except Exception as problem:  # each library below raises errors of its own
+        what = "no model that can be read"
+        if not Path(source.name).expanduser().exists():
+            what = "no folder or file here, and no model that the hub gives"
+        raise InvalidInput(f"{source} is {what}: {_line(problem)}") from None
     check_architecture(config)
     check_memory(source, None if dtype == "auto" else DTYPES[dtype], config)
     try:
         with _quiet():
-            model = AutoModelForCausalLM.from_pretrained(
-                source.name, config=config, dtype=DTYPES.get(dtype, "auto"), **arguments
+            model, report = AutoModelForCausalLM.from_pretrained(
+                source.name,
+                config=config,
+                dtype=DTYPES.get(dtype, "auto"),
+                output_loading_info=True,
+                **arguments,
             )
-    except (OSError, ValueError, KeyError, RuntimeError) as problem:
+    except Exception as problem:
         raise InvalidInput(f"{source} cannot be loaded: {_line(problem)}") from None
+    # `transformers` would fill them with random numbers.
+    missing = sorted(report["missing_keys"])
+    if missing:
+        others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
+        raise InvalidInput(
+            f"{source} lacks weights that its config.json asks for: {missing[0]}{others}"
+        )
     return model.eval()
 
 
@@ -86,7 +106,7 @@ def load_tokenizer(source: ModelSource) -> Any:
     arguments: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     try:
         return AutoTokenizer.from_pretrained(source.name, **arguments)
-    except (OSError, ValueError, KeyError) as problem:
+    except Exception as problem:
         raise InvalidInput(f"{source} has no tokenizer: {_line(problem)}") from None
 
 
@@ -128,16 +148,26 @@ def _available_bytes() -> int | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within, `transformers` draws no progress bars: they would run into what a command prints."""
+    """Within, `transformers` draws no progress bars and warns of nothing: it would run into what a
+    command prints, and what matters of it is raised."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
     was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    # The bar of GGUF files is not one of those that can be switched off.
+    bar = getattr(modeling_gguf_pytorch_utils, "tqdm", None)
+    if bar is not None:
+        modeling_gguf_pytorch_utils.tqdm = lambda items, **_: items
     try:
         yield
     finally:
+        if bar is not None:
+            modeling_gguf_pytorch_utils.tqdm = bar
+        logging.set_verbosity(verbosity)
         if was_enabled:
             logging.enable_progress_bar()
 
 
 def _line(problem: BaseException) -> str:
     text = str(problem).strip() or type(problem).__name__
-    return text.splitlines()[0]
+    return text.splitlines()[0].rstrip(":")

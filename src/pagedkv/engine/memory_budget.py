@@ -76,16 +76,9 @@ def plan_memory(
 
     Raises `InvalidInput` for several sizes, or for less than a block.
     """
-    sizes = {"kv_memory": kv_memory, "num_blocks": num_blocks, "num_tokens": num_tokens}
-    given = [name for name, value in sizes.items() if value is not None]
-    if len(given) > 1:
-        raise InvalidInput(f"{' and '.join(given)} both say how much memory: give one of them")
-    for name in ("num_blocks", "num_tokens"):
-        value = sizes[name]
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise InvalidInput(f"{name} is {value!r}: give at least 1")
-    if block_size < 1:
-        raise InvalidInput(f"block_size is {block_size}: give at least 1")
+    check_sizes(
+        block_size=block_size, kv_memory=kv_memory, num_blocks=num_blocks, num_tokens=num_tokens
+    )
     block_bytes = sum(s.numbers_per_token for s in shapes) * block_size * _ITEM_BYTES[dtype]
     if num_tokens is not None:
         num_blocks = blocks_for(num_tokens, block_size)
@@ -98,6 +91,28 @@ def plan_memory(
                 f"{format_bytes(block_bytes)}"
             )
     return MemoryBudget(num_blocks, block_size, block_bytes, max_model_len)
+
+
+def check_sizes(
+    *,
+    block_size: int,
+    kv_memory: int | str | None = None,
+    num_blocks: int | None = None,
+    num_tokens: int | None = None,
+) -> None:
+    """Raise `InvalidInput` for sizes that are wrong whatever the model is: several, or no size."""
+    sizes = {"kv_memory": kv_memory, "num_blocks": num_blocks, "num_tokens": num_tokens}
+    given = [name for name, value in sizes.items() if value is not None]
+    if len(given) > 1:
+        raise InvalidInput(f"{' and '.join(given)} both say how much memory: give one of them")
+    for name in ("num_blocks", "num_tokens"):
+        value = sizes[name]
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise InvalidInput(f"{name} is {value!r}: give at least 1")
+    if block_size < 1:
+        raise InvalidInput(f"block_size is {block_size}: give at least 1")
+    if kv_memory is not None:
+        parse_bytes(kv_memory)
 
 
 def parse_bytes(size: int | str) -> int:

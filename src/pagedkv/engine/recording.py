@@ -99,9 +99,7 @@ class Recorder:
             # Unbuffered: a piece is written with one call, so it is there whole or not at all.
             self._file = FileIO(self.path, "x")
         except FileExistsError:
-            raise InvalidInput(
-                f"recording {self.path}: the file exists; name another or remove it"
-            ) from None
+            raise _exists(self.path) from None
         except (OSError, ValueError) as error:
             problem = getattr(error, "strerror", None) or error
             raise InvalidInput(f"recording {self.path}: cannot be written: {problem}") from error
@@ -200,3 +198,13 @@ class Recorder:
             keys[num_full] = block_key(self._secret, parent[0], parent[1], ids, start, len(ids))
         digits = keys.astype(">u8").tobytes().hex()
         return [digits[i : i + 32] for i in range(0, len(digits), 32)]
+
+
+def check_is_new(path: str | os.PathLike[str]) -> None:
+    """Raise `InvalidInput` for a file that exists: better before a model is loaded than after."""
+    if Path(path).exists():
+        raise _exists(Path(path))
+
+
+def _exists(path: Path) -> InvalidInput:
+    return InvalidInput(f"recording {path}: the file exists; name another or remove it")
