@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from models.tiny_models import tiny_model, tiny_tokenizer
 from pagedkv.engine import LLM
-from pagedkv.server.lifecycle import Server
+from pagedkv.server.lifecycle import Server, listen
 from pagedkv.server.limits import ServerLimits
 from pagedkv.server.serving import Serving
 
@@ -32,15 +32,25 @@ class TinyServer:
         self.serving = serving
         self.llm = serving.llm
         self.url = server.url
+        self._clients: list[OpenAI | httpx.Client] = []
 
     def client(self, **options: Any) -> OpenAI:
         """OpenAI's client, which does not try again behind a test's back."""
         options = {"api_key": "none", "max_retries": 0, "timeout": 60, **options}
-        return OpenAI(base_url=self.url + "/v1", **options)
+        made = OpenAI(base_url=self.url + "/v1", **options)
+        self._clients.append(made)
+        return made
 
     def http(self) -> httpx.Client:
         """A plain client."""
-        return httpx.Client(base_url=self.url, timeout=60)
+        made = httpx.Client(base_url=self.url, timeout=60)
+        self._clients.append(made)
+        return made
+
+    def hang_up(self) -> None:
+        """Close all clients."""
+        for client in self._clients:
+            client.close()
 
     def wait_until(self, holds: Any) -> None:
         """Wait until something holds; a test that waits for ever fails."""
@@ -78,7 +88,7 @@ def tiny_server(
     """A server on a free port, which drains when the context ends."""
     with tiny_llm(**options) as llm:
         made = Serving(llm, model_name=MODEL, limits=limits or ServerLimits())
-        server = Server(made, port=0, **(serving or {}))
+        server = Server(made, listener=listen("127.0.0.1", 0), **(serving or {}))
         failure: list[BaseException] = []
 
         def run() -> None:
@@ -92,9 +102,11 @@ def tiny_server(
         while not server.started:
             assert thread.is_alive() and not failure, failure
             time.sleep(0.01)
+        tiny = TinyServer(server, made)
         try:
-            yield TinyServer(server, made)
+            yield tiny
         finally:
+            tiny.hang_up()
             server.handle_exit(15, None)
             thread.join(60)
             assert not thread.is_alive()

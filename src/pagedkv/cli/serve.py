@@ -140,7 +140,7 @@ def serve(
     require_engine()
     require_server()
     from pagedkv.engine.llm import LLM
-    from pagedkv.server.lifecycle import Server
+    from pagedkv.server.lifecycle import Server, listen
     from pagedkv.server.limits import ServerLimits
     from pagedkv.server.serving import Serving
 
@@ -152,32 +152,33 @@ def serve(
         max_body_bytes=max_body_bytes,
         max_connections=max_connections,
     )
-    _say(f"loading {model}")
-    llm = LLM(
-        model,
-        gguf_file=gguf_file,
-        dtype=dtype,
-        kv_memory=kv_memory,
-        num_blocks=num_blocks,
-        num_tokens=num_tokens,
-        block_size=block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        prefix_caching=prefix_caching,
-        record=record,
-        announce=_say,
-    )
-    with llm:
-        serving = Serving(llm, model_name=served_model_name or model, limits=limits)
-        Server(
-            serving,
-            host=host,
-            port=port,
-            api_keys=tuple(api_key or ()),
-            drain_s=drain_seconds,
+    # Before the model is loaded, which takes long.
+    with listen(host, port) as listener:
+        _say(f"loading {model}")
+        llm = LLM(
+            model,
+            gguf_file=gguf_file,
+            dtype=dtype,
+            kv_memory=kv_memory,
+            num_blocks=num_blocks,
+            num_tokens=num_tokens,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            prefix_caching=prefix_caching,
+            record=record,
             announce=_say,
-        ).run()
+        )
+        with llm:
+            serving = Serving(llm, model_name=served_model_name or model, limits=limits)
+            Server(
+                serving,
+                listener=listener,
+                api_keys=tuple(api_key or ()),
+                drain_s=drain_seconds,
+                announce=_say,
+            ).run()
 
 
 def require_server() -> None:

@@ -13,6 +13,7 @@ from pagedkv.server.exchange import ClientLeft
 from pagedkv.server.generation import add_generation
 from pagedkv.server.logprob_shapes import TokenNames
 from pagedkv.server.looks import add_looks
+from pagedkv.server.memory_page.endpoints import add_memory_page
 from pagedkv.server.prompts import PromptReader
 from pagedkv.server.serving import Serving
 from pagedkv.server.tokenizing import add_tokenizing
@@ -35,6 +36,7 @@ def create_app(serving: Serving) -> FastAPI:
     add_generation(app, serving, reader, names)
     add_tokenizing(app, serving, reader)
     add_looks(app, serving)
+    add_memory_page(app, serving)
     return app
 
 

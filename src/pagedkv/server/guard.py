@@ -10,9 +10,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedkv.server.errors import ApiError
 from pagedkv.server.limits import ServerLimits
+from pagedkv.server.memory_page.endpoints import OPEN_PATHS as memory_page_paths
 
-OPEN_PATHS = frozenset({"/health", "/version"})
-"""What may be asked without a key: whether the server lives, and which it is."""
+OPEN_PATHS = frozenset({"/health", "/version"}) | memory_page_paths
+"""What may be asked without a key: whether the server lives, which it is, and the memory page
+without what it shows."""
 
 _BODIES_AT_ONCE = 64
 """Bodies of the greatest size that may be held in memory together."""

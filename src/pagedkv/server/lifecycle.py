@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
 from collections.abc import Callable, Sequence
 from types import FrameType
 
 import uvicorn
 
+from pagedkv.errors import InvalidInput
 from pagedkv.server.app import create_app
 from pagedkv.server.connections import bounded_protocol
 from pagedkv.server.errors import ApiError
@@ -21,15 +23,36 @@ IDLE_S = 1.0
 """How often it is asked whether nobody is served, so that the laws can be checked."""
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """A socket for the server; port 0 takes any free one. Raises `InvalidInput`, one line."""
+    try:
+        [family, kind, protocol, _, address], *_ = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        made = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as problem:
+        raise InvalidInput(f"host {host}: {_why(problem)}") from None
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError as problem:
+        made.close()
+        raise InvalidInput(f"cannot listen on {host}:{port}: {_why(problem)}") from None
+    return made
+
+
 class Server(uvicorn.Server):
-    """Uvicorn, but a first signal makes it drain: what runs may finish, what comes gets 503."""
+    """Uvicorn, but a first signal makes it drain: what runs may finish, what comes gets 503.
+
+    `listener` is a bound socket, see `listen`. `api_keys` are what clients must show one of.
+    `drain_s` is how long what runs may take to finish. `announce` is told where it listens.
+    """
 
     def __init__(
         self,
         serving: Serving,
         *,
-        host: str = "127.0.0.1",
-        port: int = 8000,
+        listener: socket.socket,
         api_keys: Sequence[str] = (),
         drain_s: float = 30.0,
         announce: Callable[[str], object] | None = None,
@@ -39,8 +62,6 @@ class Server(uvicorn.Server):
                 Guard(create_app(serving), keys=api_keys, limits=serving.limits),
                 http=bounded_protocol(serving.limits),
                 ws="none",
-                host=host,
-                port=port,
                 log_config=None,
                 log_level=logging.WARNING,
                 access_log=False,
@@ -51,22 +72,23 @@ class Server(uvicorn.Server):
         )
         self._serving = serving
         self._drain_s = drain_s
+        self._listener = listener
         self._announce = announce
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def serve(self, sockets: list[object] | None = None) -> None:
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until a signal comes and those who are served have gone."""
         self._loop = asyncio.get_running_loop()
         log_once("uvicorn.error", "pagedkv.server")
         self._serving.start()
         verifying = asyncio.create_task(self._serving.verify_when_idle(IDLE_S))
         try:
-            await super().serve(sockets)
+            await super().serve([self._listener])
         finally:
             verifying.cancel()
 
-    async def startup(self, sockets: list[object] | None = None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say where."""
         await super().startup(sockets)
         if self._announce is not None and self.started:
@@ -75,7 +97,7 @@ class Server(uvicorn.Server):
     @property
     def url(self) -> str:
         """Where it listens."""
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        host, port = self._listener.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -100,3 +122,7 @@ class Server(uvicorn.Server):
             ApiError(503, "the server is shutting down", code="shutting_down")
         )
         self.should_exit = True
+
+
+def _why(problem: OSError | UnicodeError) -> str:
+    return getattr(problem, "strerror", None) or str(problem)

@@ -40,8 +40,11 @@ class ServerLimits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None:
-                continue
-            least = 0 if field.name == "max_waiting" else 1
-            if not value >= least:
+            if field.name.endswith("_s"):
+                if not value > 0:
+                    raise InvalidInput(f"{field.name} is {value}: give more than 0 seconds")
+            elif value is not None and value < (least := _LEAST.get(field.name, 1)):
                 raise InvalidInput(f"{field.name} is {value}: give at least {least}")
+
+
+_LEAST = {"max_waiting": 0}

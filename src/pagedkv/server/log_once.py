@@ -18,9 +18,13 @@ class LogOnce(logging.Filter):
         self._last_s: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is shown: told apart by its text before anything is filled in."""
+        """Whether a record is shown.
+
+        Errors are told apart by all that they say; the rest, which clients bring about, by the
+        text before anything is filled in.
+        """
         now_s = self._clock()
-        text = str(record.msg)
+        text = record.getMessage() if record.levelno >= logging.ERROR else str(record.msg)
         if now_s - self._last_s.get(text, -_EVERY_S) < _EVERY_S:
             return False
         if len(self._last_s) > 1_000:

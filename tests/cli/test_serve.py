@@ -1,0 +1,154 @@
+"""`pagedkv serve` as a process: it starts, drains, records, and says in one line what is wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagedkv.cli import serve as command
+from pagedkv.cli.main import run
+
+_NEEDED = ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client", "openai")
+MISSING = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+needs_server = pytest.mark.skipif(bool(MISSING), reason=f"needs {' and '.join(MISSING)}")
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(["serve", *arguments]) == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_help_needs_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import sys; from pagedkv.cli.main import run; run(['serve', '--help']); "
+        "assert not {'torch', 'fastapi', 'uvicorn', 'numba'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    for option in ("--host", "--api-key", "--drain-seconds", "--record", "--max-waiting"):
+        assert option in done.stdout
+
+
+def test_without_a_model_or_the_extra_one_line_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no model: give --model" in error_of(capsys)
+    monkeypatch.setattr(command, "require_engine", lambda: None)
+    monkeypatch.setattr(command, "_NEEDED", ("fastapi_of_the_future",))
+    line = error_of(capsys, "--model", "x")
+    assert line == "pagedkv: serving needs fastapi_of_the_future: install pagedkv[server]"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if MISSING:
+        pytest.skip(f"needs {' and '.join(MISSING)}")
+    from models.tiny_models import tiny_model, tiny_tokenizer
+
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def served(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+    """The command as a process, and OpenAI's client for it."""
+    from openai import OpenAI
+
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "pagedkv", "serve", "--model", str(folder), "--port", "0"),
+            *("--served-model-name", "tiny", "--num-tokens", "2048"),
+            *arguments,
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert process.stderr is not None
+    try:
+        told = []
+        for line in process.stderr:
+            told.append(line)
+            if line.startswith("serving tiny at "):
+                url = line.split()[-1]
+                break
+        else:
+            raise AssertionError("".join(told))
+        with OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+            yield process, client
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(30)
+        process.stderr.close()
+
+
+@needs_server
+def test_a_signal_ends_it_when_what_runs_is_finished(folder: Path) -> None:
+    with served(folder, "--drain-seconds", "60") as (process, client):
+        stream = client.completions.create(
+            model="tiny",
+            prompt="Hello",
+            max_tokens=100,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(iter(stream))
+        process.send_signal(signal.SIGTERM)
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+        assert process.wait(30) == 0
+
+
+@needs_server
+def test_a_recording_reads_after_the_process_was_killed(folder: Path, tmp_path: Path) -> None:
+    from pagedkv.simulate.trace_formats import read_trace
+
+    file = tmp_path / "run.jsonl.zst"
+    with served(folder, "--record", str(file)) as (process, client):
+        for i in range(5):
+            client.completions.create(model="tiny", prompt=f"Hello {i}", max_tokens=3)
+        unfinished = client.completions.create(
+            model="tiny", prompt="Hi", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(unfinished))
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+        unfinished.close()
+    trace = read_trace(str(file))
+    assert len(trace) == 5
+    assert b"Hello" not in file.read_bytes()
+
+
+@needs_server
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-streams", "0"], "max_streams is 0: give at least 1"),
+        (["--num-blocks", "4", "--kv-memory", "1GiB"], "kv_memory and num_blocks both"),
+        (["--host", "256.1.1.1", "--num-blocks", "4"], "256.1.1.1"),
+    ],
+)
+def test_bad_settings_are_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert message in error_of(capsys, "--model", str(folder), *arguments)
+
+
+@needs_server
+def test_a_port_that_is_taken_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = error_of(capsys, "--model", str(folder), "--num-blocks", "4", "--port", port)
+    assert f"127.0.0.1:{port}" in line

@@ -1,0 +1,190 @@
+"""What comes in, and what does not: keys, bodies, connections, hostile input."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs the extra [engine]")
+pytest.importorskip("fastapi", reason="needs the extra [server]")
+pytest.importorskip("prometheus_client", reason="needs the extra [server]")
+pytest.importorskip("openai", reason="needs OpenAI's client")
+
+import openai
+
+from models.tiny_server import MODEL, TinyServer, tiny_server
+from pagedkv.server.limits import ServerLimits
+
+LIMITS = ServerLimits(max_body_bytes=20_000, body_s=0.5, idle_s=1.0, max_connections=24)
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[TinyServer]:
+    with tiny_server(limits=LIMITS) as made:
+        yield made
+        made.llm.verify()
+        assert made.used_blocks == 0
+
+
+def connect(server: TinyServer) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def read(connection: socket.socket) -> bytes:
+    """All that comes until the other side has closed."""
+    found = b""
+    try:
+        while piece := connection.recv(65536):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def test_without_a_key_nobody_gets_in_and_the_health_is_told() -> None:
+    with tiny_server(serving={"api_keys": ("one", "two")}) as server:
+        for key in ("one", "two"):
+            assert server.client(api_key=key).models.list().data
+        for key in ("three", "on", "onee"):
+            with pytest.raises(openai.AuthenticationError) as refusal:
+                server.client(api_key=key).models.list()
+            assert refusal.value.code == "invalid_api_key"
+        with server.http() as http:
+            assert http.get("/health").status_code == 200
+            for path in ("/metrics", "/debug/verify", "/openapi.json", "/v1/models", "/"):
+                assert http.get(path).status_code == 401
+            assert http.post("/v1/completions", content=b"x" * 10).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe\x00",
+        b'{"prompt": "a"',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"\\ud800": 1}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": 1e400}',
+        b'{"prompt": "a", "max_tokens": 1e400}',
+        b'{"prompt": "a", "max_tokens": 1.5}',
+        b'{"prompt": "a", "max_tokens": "5"}',
+        b'{"prompt": "a", "n": ' + b"9" * 5_000 + b"}",
+        b'{"prompt": "a", "n": true}',
+        b'{"prompt": [], "n": 1}',
+        b'{"prompt": [[]]}',
+        b'{"prompt": [""]}',
+        b'{"prompt": [-1]}',
+        b'{"prompt": [199]}',
+        b'{"prompt": [99999999999999999999]}',
+        b'{"prompt": ["a", 5]}',
+        b'{"prompt": "a", "stop": ["' + b"x" * 5_000 + b'"]}',
+        b'{"prompt": "a", "logit_bias": {"-5": 1}}',
+        b'{"prompt": "a", "logit_bias": {"1e3": 1}}',
+        b'{"prompt": ' + b"[" * 9_000 + b"]" * 9_000 + b"}",
+        b'{"a":' * 3_000 + b"1" + b"}" * 3_000,
+    ],
+    ids=lambda body: repr(body[:40]),
+)
+def test_a_malformed_body_is_refused_and_nothing_runs(server: TinyServer, body: bytes) -> None:
+    with server.http() as http:
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            told = http.post(path, content=body, headers=JSON)
+            if path == "/tokenize" and told.status_code == 200:
+                continue
+            assert told.status_code == 400, (path, told.text)
+            assert told.json()["error"]["message"] and len(told.text) < 2_000
+    assert server.used_blocks == 0
+
+
+def test_huge_numbers_are_bounded(server: TinyServer) -> None:
+    with server.http() as http:
+        asked: dict[str, Any] = {"prompt": "a", "max_tokens": 10**18, "temperature": 0}
+        told = http.post("/v1/completions", json=asked).json()
+        assert told["usage"]["total_tokens"] <= server.llm.max_model_len
+        for options in ({"n": 10**18}, {"best_of": 10**18}, {"seed": -(10**30)}, {"top_k": 10**30}):
+            told = http.post("/v1/completions", json={**asked, "max_tokens": 2, **options})
+            assert told.status_code in (200, 400)
+
+
+def test_a_body_past_the_limit_is_413_whether_announced_or_not(server: TinyServer) -> None:
+    with server.http() as http:
+        body = json.dumps({"prompt": "x" * 30_000}).encode()
+        told = http.post("/v1/completions", content=body, headers=JSON)
+        assert told.status_code == 413 and told.json()["error"]["code"] == "body_too_large"
+    with connect(server) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        for _ in range(20):
+            connection.sendall(b"400\r\n" + b"x" * 1024 + b"\r\n")
+        assert b" 413 " in read(connection)
+
+
+def test_a_body_that_never_ends_is_answered_and_closed(server: TinyServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+        )
+        told = read(connection)
+        assert b" 408 " in told and b"did not arrive within 0.5 seconds" in told
+
+
+def test_a_head_that_never_ends_is_closed(server: TinyServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")
+        for _ in range(200):
+            try:
+                connection.sendall(b"X-More: " + b"y" * 1000 + b"\r\n")
+            except (BrokenPipeError, ConnectionResetError):
+                break
+        told = read(connection)
+        assert told == b"" or b" 431 " in told
+    with connect(server) as connection:
+        connection.sendall(b"GET /health HT")
+        assert read(connection) == b""  # after idle_s
+
+
+def test_idle_connections_are_bounded_closed_and_logged_once(
+    server: TinyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.wait_until(lambda: not server.server.server_state.connections)
+    connections = [connect(server) for _ in range(60)]
+    told = [read(connection) for connection in connections]  # ends when all are closed
+    assert sum(b" 503 " in answer for answer in told) == 60 - LIMITS.max_connections
+    for connection in connections:
+        connection.close()
+    assert sum("connections" in record.message for record in caplog.records) == 1
+    server.client().completions.create(model=MODEL, prompt="Hi", max_tokens=2)
+
+
+def test_what_is_no_http_is_answered_and_logged_once(
+    server: TinyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(5):
+        with connect(server) as connection:
+            connection.sendall(b"\x16\x03\x01 no http at all\r\n\r\n")
+            assert b" 400 " in read(connection)
+    assert sum("Invalid HTTP" in record.getMessage() for record in caplog.records) <= 1
+
+
+def test_unknown_paths_and_methods_have_openais_shape(server: TinyServer) -> None:
+    with server.http() as http:
+        for told, status in (
+            (http.get("/nowhere"), 404),
+            (http.get("/v1/completions"), 405),
+            (http.delete("/v1/models"), 405),
+        ):
+            assert told.status_code == status and told.json()["error"]["message"]

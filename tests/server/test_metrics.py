@@ -1,0 +1,145 @@
+"""What Prometheus reads: names, units, and numbers that are right."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs the extra [engine]")
+pytest.importorskip("fastapi", reason="needs the extra [server]")
+pytest.importorskip("prometheus_client", reason="needs the extra [server]")
+pytest.importorskip("openai", reason="needs OpenAI's client")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from models.tiny_server import MODEL, TinyServer, tiny_server
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[TinyServer]:
+    """A server with so few blocks that somebody must give way."""
+    with tiny_server(num_tokens=None, num_blocks=30, max_num_seqs=8) as made:
+        client = made.client()
+        for _ in range(2):
+            client.completions.create(
+                model=MODEL,
+                prompt=[[5 + i] * 13 for i in range(4)],
+                max_tokens=40,
+                temperature=0,
+                extra_body={"ignore_eos": True},
+            )
+        stream = client.completions.create(
+            model=MODEL, prompt="Hi", max_tokens=90, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        stream.close()
+        made.wait_until(lambda: not made.serving.exchanges and made.used_blocks == 0)
+        yield made
+
+
+def values(server: TinyServer) -> dict[str, float]:
+    """All samples, by their name and labels."""
+    page = server.http().get("/metrics").text
+    return {
+        sample.name + "".join(f",{k}={v}" for k, v in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
+
+
+def test_requests_and_tokens_are_counted(server: TinyServer) -> None:
+    found = values(server)
+    memory = server.llm.statistics().memory
+    assert found["pagedkv_requests_total"] == 9
+    assert found["pagedkv_requests_finished_total,reason=length"] == 8
+    assert found["pagedkv_requests_finished_total,reason=abort"] == 1
+    assert found["pagedkv_prompt_tokens_total"] == 8 * 13 + 2
+    assert found["pagedkv_output_tokens_total"] == server.llm.statistics().output_tokens >= 321
+    for name, count in (
+        ("time_to_first_token_seconds", 9),
+        ("request_queue_time_seconds", 9),
+        ("request_duration_seconds", 8),
+        ("time_per_output_token_seconds", 8),
+    ):
+        assert found[f"pagedkv_{name}_count"] == count
+        assert 0 < found[f"pagedkv_{name}_sum"] < 600
+    assert found["pagedkv_request_output_tokens_sum"] == 8 * 40
+    assert memory.preemptions > 0 and found["pagedkv_preemptions_total"] == memory.preemptions
+
+
+def test_first_admissions_are_told_apart_from_those_after_giving_way(server: TinyServer) -> None:
+    found = values(server)
+    memory = server.llm.statistics().memory
+    assert found["pagedkv_prefix_query_tokens_total,admission=first"] == 8 * 13 + 2
+    assert found["pagedkv_prefix_hit_tokens_total,admission=first"] == memory.hit_tokens > 0
+    again = found["pagedkv_prefix_query_tokens_total,admission=again"]
+    hits = found["pagedkv_prefix_hit_tokens_total,admission=again"]
+    assert again > 0 and 0 <= hits < again
+    assert found["vllm:prefix_cache_queries_total,model_name=tiny"] == 8 * 13 + 2
+
+
+def test_every_block_is_free_cached_or_used_and_the_parts_of_steps_are_the_whole(
+    server: TinyServer,
+) -> None:
+    found = values(server)
+    kinds = [found[f"pagedkv_blocks_{kind}"] for kind in ("used", "cached", "free")]
+    assert sum(kinds) == found["pagedkv_blocks"] == 30 and kinds[0] == 0
+    assert found["pagedkv_used_blocks_fill_ratio"] == 1
+    parts = [value for name, value in found.items() if name.startswith("pagedkv_step_part_seconds")]
+    assert len(parts) == 4 and sum(parts) == pytest.approx(found["pagedkv_step_seconds_sum"])
+    assert found["pagedkv_step_seconds_count"] == found["pagedkv_steps_total"]
+
+
+def test_vllms_names_have_the_same_numbers(server: TinyServer) -> None:
+    found = values(server)
+    assert (
+        found["vllm:generation_tokens_total,model_name=tiny"]
+        == (found["pagedkv_output_tokens_total"])
+    )
+    assert found["vllm:num_requests_running,model_name=tiny"] == 0
+    assert found["vllm:kv_cache_usage_perc,model_name=tiny"] == 0
+    assert found["vllm:request_success_total,finished_reason=length,model_name=tiny"] == 8
+    name = "vllm:time_to_first_token_seconds_bucket,le=+Inf,model_name=tiny"
+    assert found[name] == found["pagedkv_time_to_first_token_seconds_bucket,le=+Inf"] == 9
+
+
+def test_names_follow_prometheus_conventions(server: TinyServer) -> None:
+    page = server.http().get("/metrics").text
+    for family in text_string_to_metric_families(page):
+        assert family.documentation.endswith("."), family.name
+        if family.name.startswith("vllm:"):
+            continue
+        assert re.fullmatch(r"pagedkv_[a-z_]+", family.name)
+        assert not re.search(r"_(ms|millis|minutes|percent|kb|mb)", family.name)
+        for sample in family.samples:
+            if family.type == "counter":
+                assert sample.name.endswith("_total")
+
+
+def families(server: TinyServer) -> set[str]:
+    page = server.http().get("/metrics").text
+    return {family.name for family in text_string_to_metric_families(page)}
+
+
+def test_every_name_is_on_the_page_about_metrics(server: TinyServer) -> None:
+    page = (DOCS / "server-metrics.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"`((?:pagedkv_|vllm:)[a-z_0-9]+)`", page))
+    assert told == families(server)
+
+
+def test_the_dashboard_asks_for_nothing_that_is_not_there(server: TinyServer) -> None:
+    dashboard: Any = json.loads((DOCS / "grafana-dashboard.json").read_text(encoding="utf-8"))
+    there = families(server)
+    names = set()
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", []):
+            names |= set(re.findall(r"pagedkv_[a-z_]+", target["expr"]))
+    plain = {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in names}
+    assert len(plain) > 15 and plain <= there

@@ -1,0 +1,165 @@
+"""Under load, while draining, and when something breaks."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs the extra [engine]")
+pytest.importorskip("fastapi", reason="needs the extra [server]")
+pytest.importorskip("prometheus_client", reason="needs the extra [server]")
+pytest.importorskip("openai", reason="needs OpenAI's client")
+
+import openai
+
+from models.tiny_server import MODEL, TinyServer, tiny_server
+from pagedkv.errors import BrokenLaw
+from pagedkv.server.limits import ServerLimits
+
+LONG: dict[str, Any] = {"model": MODEL, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+
+
+def begin(server: TinyServer, prompt: Any = "Hello", **options: Any) -> Any:
+    """A stream that has begun."""
+    stream = server.client().completions.create(
+        **{**LONG, **options, "prompt": prompt, "stream": True}
+    )
+    next(iter(stream))
+    return stream
+
+
+def test_past_the_queue_there_is_429_with_a_time_to_come_again() -> None:
+    limits = ServerLimits(max_waiting=2)
+    with tiny_server(limits=limits, max_num_seqs=1) as server:
+        running = begin(server)
+        threads = []
+        for i in range(2):
+            thread = threading.Thread(
+                target=lambda i=i: server.client().completions.create(
+                    model=MODEL, prompt=f"Waiting {i}", max_tokens=2
+                )
+            )
+            thread.start()
+            threads.append(thread)
+        server.wait_until(lambda: server.llm.num_waiting == 2)
+        for stream in (True, False):
+            with pytest.raises(openai.RateLimitError, match="2 sequences wait already") as refusal:
+                server.client().completions.create(model=MODEL, prompt="Hi", stream=stream)
+            assert 1 <= int(refusal.value.response.headers["retry-after"]) <= 60
+            assert refusal.value.code == "queue_full"
+        running.close()
+        for thread in threads:
+            thread.join(60)
+        server.client().completions.create(model=MODEL, prompt="Hi", max_tokens=2)
+        page = server.http().get("/metrics").text
+        assert 'pagedkv_requests_refused_total{reason="queue_full"} 2.0' in page
+
+
+def test_past_the_open_streams_there_is_429_and_others_are_served() -> None:
+    with tiny_server(limits=ServerLimits(max_streams=1)) as server:
+        running = begin(server)
+        with pytest.raises(openai.RateLimitError, match="1 streams are open"):
+            server.client().completions.create(model=MODEL, prompt="Hi", stream=True)
+        server.client().completions.create(model=MODEL, prompt="Hi", max_tokens=2)
+        running.close()
+        server.wait_until(lambda: not server.serving.exchanges)
+        begin(server).close()
+
+
+def test_while_draining_what_runs_is_finished_and_what_comes_gets_503() -> None:
+    with tiny_server() as server:
+        running = begin(server, max_tokens=100)
+        http = server.http()
+        assert http.get("/health").status_code == 200
+        server.server.handle_exit(15, None)
+        server.wait_until(lambda: server.serving.is_draining)
+        with pytest.raises(openai.InternalServerError, match="shutting down") as refusal:
+            server.client().completions.create(model=MODEL, prompt="Hi")
+        assert refusal.value.status_code == 503 and "retry-after" in refusal.value.response.headers
+        assert http.get("/health").status_code == 503
+        rest = list(running)
+        assert rest[-1].choices[0].finish_reason == "length"
+
+
+def test_what_does_not_finish_while_draining_is_broken_off_and_told_so() -> None:
+    with tiny_server(serving={"drain_s": 0.0}) as server:
+        running = begin(server)
+        server.server.handle_exit(15, None)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(running)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failing_step_fails_its_requests_clearly_and_the_server_goes_on(
+    stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tiny_server() as server:
+        model = server.llm._engine.model
+        right = model.logits
+
+        def fail(*arguments: Any) -> Any:
+            if server.llm.num_steps > 3:
+                raise RuntimeError(f"the model broke, {stream}")
+            return right(*arguments)
+
+        monkeypatch.setattr(model, "logits", fail)
+        with pytest.raises(openai.APIError, match="failed: the model broke"):
+            made = server.client().completions.create(**LONG, prompt="Hello", stream=stream)
+            list(made)
+        monkeypatch.setattr(model, "logits", right)
+        answer = server.client().completions.create(model=MODEL, prompt="Hi", max_tokens=2)
+        assert answer.choices[0].finish_reason == "length"
+        assert server.used_blocks == 0
+        server.llm.verify()
+        assert [r.message for r in caplog.records].count(
+            f"a step failed: the model broke, {stream}"
+        ) == 1
+        page = server.http().get("/metrics").text
+        assert 'pagedkv_requests_finished_total{reason="error"} 1.0' in page
+
+
+def test_a_scheduler_that_fails_fails_everybody_instead_of_trying_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tiny_server() as server:
+        scheduler = server.llm._engine.scheduler
+        right = scheduler.schedule
+
+        def fail() -> Any:
+            raise RuntimeError("no plan")
+
+        monkeypatch.setattr(scheduler, "schedule", fail)
+        with pytest.raises(openai.InternalServerError, match="no plan"):
+            server.client().completions.create(model=MODEL, prompt="Hello")
+        monkeypatch.setattr(scheduler, "schedule", right)
+        server.client().completions.create(model=MODEL, prompt="Hi", max_tokens=2)
+
+
+def test_a_broken_law_stops_admission_and_says_so() -> None:
+    with tiny_server() as server:
+        http = server.http()
+        assert http.get("/debug/verify").json() == {"verified": True, "laws": []}
+        server.client().completions.create(model=MODEL, prompt="Hello", max_tokens=2)
+        with server.llm.between_steps() as engine:
+            engine.scheduler._memory.pool.ref_count[3] += 1
+        told = http.get("/debug/verify")
+        assert told.status_code == 500 and told.json()["laws"]
+        with pytest.raises(openai.InternalServerError, match="a law of the memory is broken"):
+            server.client().completions.create(model=MODEL, prompt="Hello")
+        assert http.get("/health").status_code == 503
+
+
+def test_the_laws_are_checked_when_nobody_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tiny_server() as server:
+        scheduler = server.llm._engine.scheduler
+
+        def broken() -> None:
+            raise BrokenLaw(["law 1 does not hold"])
+
+        monkeypatch.setattr(scheduler, "verify", broken)
+        assert server.serving.broken_law is None
+        server.client().completions.create(model=MODEL, prompt="Hello", max_tokens=2)
+        server.wait_until(lambda: server.serving.broken_law is not None)
+        assert "law 1" in server.http().get("/health").json()["error"]["message"]
