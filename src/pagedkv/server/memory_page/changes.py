@@ -1,0 +1,248 @@
+"""What is different in the memory since it was last looked at.
+
+A `Differ` keeps what it has told: for each block its users, the state and the beginning of its
+key, its place in the order of eviction; each row of the block tables; each sequence. One look
+compares that with the arrays of the scheduler, in compiled loops, and tells the rows that differ.
+Whoever applies all of them, from the first look on, has the whole (`picture`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagedkv.compiling import compiled_in_place
+from pagedkv.memory.allocation import Memory
+from pagedkv.memory.block_table import NO_BLOCK, blocks_for
+from pagedkv.memory.blocks import CACHED, EVICTED, NO_KEY, PUBLICATIONS, PUBLISHED, REVIVED
+from pagedkv.scheduling.continuous import COLUMNS, SchedulerArrays
+from pagedkv.scheduling.queues import RUNNING_SIZE, WAITING_HEAD, WAITING_SIZE
+
+BLOCK_FIELDS = ("block", "users", "key_state", "key", "order", "since_ms")
+"""Of a row of `Changes.blocks`: users is its reference count; key the first 32 bits of its key;
+order 0, or for a cached block its place in the order of release, by which it will be evicted;
+since_ms when it came to be as it is, or 0 where nobody was looking then."""
+
+TABLE_FIELDS = ("row", "logical_block", "block")
+"""Of a row of `Changes.tables`; block is -1 where the table ends before."""
+
+SEQUENCE_FIELDS = (
+    "column",
+    "name",
+    "state",
+    "row",
+    "prompt_tokens",
+    "num_tokens",
+    "num_computed",
+    "total_tokens",
+    "num_admissions",
+)
+"""Of a row of `Changes.sequences`; name counts sequences from 1, and is 0 where the column is
+nobody's any more; total_tokens is the most that it may come to."""
+
+
+class Changes(NamedTuple):
+    """Rows that are different, each with its place first. uint32, int32 and int32."""
+
+    blocks: NDArray[np.uint32]
+    """[n, 6], see `BLOCK_FIELDS`."""
+    tables: NDArray[np.int32]
+    """[m, 3], see `TABLE_FIELDS`."""
+    sequences: NDArray[np.int32]
+    """[k, 9], see `SEQUENCE_FIELDS`; ascending by name, those that ended first."""
+
+
+class _Told(NamedTuple):
+    """What has been told of blocks and tables."""
+
+    blocks: NDArray[np.uint32]  # [num_blocks, 6]
+    changed: NDArray[np.int64]  # [num_blocks], the look in which the block last differed
+    entries: NDArray[np.int32]  # [num_rows, width]
+    held: NDArray[np.int64]  # [num_rows], entries of the row
+    counters: NDArray[np.int64]  # [6], those of the pool
+    last_order: NDArray[np.int64]  # [1]
+
+
+class Differ:
+    """Compares the memory of one scheduler with what was told of it before."""
+
+    def __init__(self, arrays: SchedulerArrays) -> None:
+        pool, tables = arrays.memory
+        num_blocks = len(pool.ref_count)
+        blocks = np.zeros((num_blocks, len(BLOCK_FIELDS)), dtype=np.uint32)
+        blocks[:, 0] = np.arange(num_blocks)
+        self._told = _Told(
+            blocks=blocks,
+            changed=np.zeros(num_blocks, dtype=np.int64),
+            entries=np.full_like(tables.entries, NO_BLOCK),
+            held=np.zeros(len(tables.num_tokens), dtype=np.int64),
+            counters=np.zeros(len(pool.counters), dtype=np.int64),
+            last_order=np.zeros(1, dtype=np.int64),
+        )
+        self._sequences = np.zeros((0, len(SEQUENCE_FIELDS)), dtype=np.int32)
+        self._names: dict[int, int] = {}
+        self._num_named = 0
+        self._num_looks = 0
+
+    def look(self, arrays: SchedulerArrays, *, block_size: int, now_ms: int) -> Changes:
+        """What is different; `now_ms` above 0. Cost: one pass over blocks and table entries."""
+        self._num_looks += 1
+        since_ms = now_ms if self._num_looks > 1 else 0
+        blocks = np.empty_like(self._told.blocks)
+        n = _note_blocks(arrays.memory, self._told, since_ms, self._num_looks, blocks)
+        nothing = np.empty((0, len(TABLE_FIELDS)), dtype=np.int32)
+        m = _note_tables(arrays.memory, self._told, block_size, nothing, False)
+        tables = np.empty((m, len(TABLE_FIELDS)), dtype=np.int32)
+        _note_tables(arrays.memory, self._told, block_size, tables, True)
+        return Changes(blocks[:n].copy(), tables, self._note_sequences(arrays))
+
+    def name_of(self, arrays: SchedulerArrays, column: int) -> int:
+        """The name of the sequence that has `column`: a number, in the order of coming."""
+        number = column + COLUMNS * int(arrays.generation[column])
+        name = self._names.get(number)
+        if name is None:
+            self._num_named += 1
+            name = self._names[number] = self._num_named
+        return name
+
+    def _note_sequences(self, arrays: SchedulerArrays) -> NDArray[np.int32]:
+        sequences, tables = arrays.sequences, arrays.memory.tables
+        told = self._sequences
+        if len(told) < len(arrays.is_alive):
+            told = np.zeros((len(arrays.is_alive), len(SEQUENCE_FIELDS)), dtype=np.int32)
+            told[:, 0] = np.arange(len(told))
+            told[: len(self._sequences)] = self._sequences
+        now = np.zeros_like(told)
+        now[:, 0] = told[:, 0]
+        alive = np.flatnonzero(arrays.is_alive)
+        known = self._names
+        for column in _by_coming(arrays) if len(alive) else ():
+            self.name_of(arrays, column)
+        numbers = (alive + COLUMNS * arrays.generation[alive]).tolist()
+        self._names = {number: known[number] for number in numbers}
+        row = sequences.row[alive]
+        now[alive, 1] = list(self._names.values())
+        now[alive, 2] = sequences.state[alive]
+        now[alive, 3] = row
+        now[alive, 4] = sequences.prompt_tokens[alive]
+        now[alive, 5] = sequences.num_tokens[alive]
+        now[alive, 6] = np.where(row >= 0, tables.num_computed[row], 0)
+        now[alive, 7] = sequences.total_tokens[alive]
+        now[alive, 8] = sequences.num_admissions[alive]
+        different = now[(now != told).any(1)]
+        self._sequences = now
+        changed: NDArray[np.int32] = different[np.argsort(different[:, 1], kind="stable")]
+        return changed
+
+
+def _by_coming(arrays: SchedulerArrays) -> list[int]:
+    """The columns that are somebody's: those that run, those that wait, all others."""
+    counters = arrays.queues.counters
+    running = arrays.queues.running[: counters[RUNNING_SIZE]].tolist()
+    places = counters[WAITING_HEAD] + np.arange(counters[WAITING_SIZE])
+    waiting = arrays.queues.waiting[places % len(arrays.queues.waiting)].tolist()
+    return list(dict.fromkeys([*running, *waiting, *np.flatnonzero(arrays.is_alive).tolist()]))
+
+
+@compiled_in_place
+def _note_blocks(
+    memory: Memory, told: _Told, since_ms: int, look: int, changes: NDArray[np.uint32]
+) -> int:
+    """Write the rows of blocks that differ into `changes`; returns how many."""
+    pool = memory.pool
+    count = 0
+    for block in range(len(pool.ref_count)):
+        users, key_state = pool.ref_count[block], pool.key_state[block]
+        key = np.uint32(pool.key[block, 0] >> np.uint64(32)) if key_state != NO_KEY else 0
+        if (
+            users == told.blocks[block, 1]
+            and key_state == told.blocks[block, 2]
+            and key == told.blocks[block, 3]
+        ):
+            continue
+        if (users > 0) != (told.blocks[block, 1] > 0) or key != told.blocks[block, 3]:
+            told.blocks[block, 5] = since_ms
+        told.blocks[block, 1] = users
+        told.blocks[block, 2] = key_state
+        told.blocks[block, 3] = key
+        if users > 0 or key_state != PUBLISHED:
+            told.blocks[block, 4] = 0
+        told.changed[block] = look
+        changes[count, 0] = block
+        count += 1
+    count = _note_order(memory, told, since_ms, look, changes, count)
+    for i in range(count):
+        block = changes[i, 0]
+        for field in range(told.blocks.shape[1]):
+            changes[i, field] = told.blocks[block, field]
+    return count
+
+
+@compiled_in_place
+def _note_order(
+    memory: Memory,
+    told: _Told,
+    since_ms: int,
+    look: int,
+    changes: NDArray[np.uint32],
+    count: int,
+) -> int:
+    """Number the blocks that were released since the last look, in the order of their release.
+
+    Released ones are behind all others on the free list. From its tail no more than could have
+    come are looked at: those that are cached more, and in place of which others went.
+    """
+    pool = memory.pool
+    ends = len(pool.ref_count)
+    most = 0
+    for counter in (CACHED, EVICTED, REVIVED, PUBLICATIONS):
+        most += pool.counters[counter] - told.counters[counter]
+    for counter in range(len(pool.counters)):
+        told.counters[counter] = pool.counters[counter]
+    first = ends
+    for _ in range(most):
+        before = pool.previous_free[first]
+        if before == ends or pool.key_state[before] != PUBLISHED:
+            break
+        first = before
+    # One that was cached already and is numbered below who stands before it was released anew.
+    last = np.int64(0)
+    if first != ends and pool.previous_free[first] != ends:
+        last = np.int64(told.blocks[pool.previous_free[first], 4])
+    while first != ends:
+        if told.blocks[first, 4] <= last:
+            told.last_order[0] += 1
+            told.blocks[first, 4] = told.last_order[0]
+            told.blocks[first, 5] = since_ms
+            if told.changed[first] != look:
+                told.changed[first] = look
+                changes[count, 0] = first
+                count += 1
+        last = np.int64(told.blocks[first, 4])
+        first = pool.next_free[first]
+    return count
+
+
+@compiled_in_place
+def _note_tables(
+    memory: Memory, told: _Told, block_size: int, changes: NDArray[np.int32], is_written: bool
+) -> int:
+    """Count the table entries that differ, or write them into `changes` and note them as told."""
+    tables = memory.tables
+    count = 0
+    for row in range(len(tables.num_tokens)):
+        held = blocks_for(max(tables.num_tokens[row], 0), block_size)
+        for i in range(max(held, told.held[row])):
+            block = tables.entries[row, i] if i < held else NO_BLOCK
+            if block != told.entries[row, i]:
+                if is_written:
+                    changes[count, 0] = row
+                    changes[count, 1] = i
+                    changes[count, 2] = block
+                    told.entries[row, i] = block
+                count += 1
+        if is_written:
+            told.held[row] = held
+    return count

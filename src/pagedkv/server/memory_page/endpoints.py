@@ -1,0 +1,121 @@
+"""The page, its files, and its stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from importlib import resources
+
+from fastapi import FastAPI, Response
+from starlette.types import Receive, Scope, Send
+
+from pagedkv.server.memory_page.watch import MemoryWatch
+from pagedkv.server.serving import Serving
+from pagedkv.simulate.palette import SHARED, STYLES
+
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def _files() -> dict[str, tuple[bytes, str]]:
+    """Content and type of each file of the page, by its path on the server."""
+    found = {"/memory/palette.css": (_palette().encode(), _TYPES[".css"])}
+    for asset in resources.files("pagedkv.server.memory_page").joinpath("assets").iterdir():
+        ending = asset.name[asset.name.rfind(".") :]
+        if ending in _TYPES:
+            path = "/memory" if asset.name == "index.html" else f"/memory/{asset.name}"
+            found[path] = (asset.read_bytes(), _TYPES[ending])
+    return found
+
+
+def _palette() -> str:
+    """The colours of the kinds of memory, those of the simulator's report."""
+    kinds = [*STYLES.values(), SHARED]
+    light = "".join(f"--{kind.key}: {kind.light};" for kind in kinds)
+    dark = "".join(f"--{kind.key}: {kind.dark};" for kind in kinds)
+    return f":root {{{light}}}\n@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}\n"
+
+
+FILES = _files()
+
+OPEN_PATHS = frozenset(FILES)
+"""What may be read without a key: it is the same for everybody, and knows nothing of the memory.
+The page asks for the key, keeps it while it is open, and shows it when it asks for the stream."""
+
+
+def add_memory_page(app: FastAPI, serving: Serving) -> None:
+    """`/memory`, and `/memory/stream`, which tells it what the memory is doing."""
+    watch = MemoryWatch(serving)
+
+    for path, (content, media_type) in FILES.items():
+        app.add_api_route(
+            path,
+            lambda content=content, media_type=media_type: Response(
+                content, media_type=media_type, headers=_HEADERS
+            ),
+            methods=["GET"],
+            include_in_schema=False,
+        )
+
+    @app.get("/memory/stream", include_in_schema=False)
+    async def stream() -> Response:
+        watch.check_open()
+        return _MemoryStream(watch.messages())
+
+
+class _MemoryStream(Response):
+    """Sends messages as they come, until either side has enough."""
+
+    media_type = "application/octet-stream"
+
+    def __init__(self, messages: AsyncIterator[bytes]) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._messages = messages
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request."""
+        sending = asyncio.create_task(self._send_all(send))
+        leaving = asyncio.create_task(_until_left(receive))
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            sending.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await sending
+
+    async def _send_all(self, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
+        )
+        async with contextlib.aclosing(self._messages) as messages:  # type: ignore[type-var]
+            async for piece in messages:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _until_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

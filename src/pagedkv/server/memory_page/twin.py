@@ -1,0 +1,80 @@
+"""The same sequences in contiguous regions: what this server's memory would look like unpaged.
+
+The regions are the simulator's own (`pagedkv.simulate.regions`). Each sequence is as far as it is
+in the blocks; here it holds one region from its beginning to its end, reserved when there is a
+hole for it, first come first served. What its answer will come to nobody knows beforehand, so a
+region is as long as the model's longest sequence, or, at best, as what the request itself allows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagedkv.simulate import regions
+
+REGION_FIELDS = ("start", "size", "column")
+"""Of a row of `Twin.rows`: the first slot, the slots reserved, and whose region it is."""
+
+
+class Twin:
+    """One contiguous memory of `num_slots` slots beside the blocks.
+
+    A region has `longest` slots, or for None as many as its sequence may come to need.
+    """
+
+    def __init__(self, num_slots: int, *, max_regions: int, longest: int | None) -> None:
+        self._num_slots = num_slots
+        self._longest = longest
+        self._regions = regions.make_regions(num_slots, max_regions=max_regions)
+        self._seats = max_regions
+        self._placed: dict[int, tuple[int, int, int]] = {}  # by name
+        self._waiting: deque[int] = deque()
+        self._alive: dict[int, tuple[int, int]] = {}  # by name: column, most tokens
+        self.is_blocked = False
+        """Whether the first that waits fits into no hole."""
+
+    def follow(self, sequences: NDArray[np.int32]) -> bool:
+        """Let go who ended, and place who came, of `sequences` int32 [n, 9] as `Picture.alive`.
+
+        Returns whether any region is another one now.
+        """
+        names = sequences[:, 1].tolist()
+        alive = dict(zip(names, zip(sequences[:, 0].tolist(), sequences[:, 7].tolist())))
+        ended = [name for name in self._placed if name not in alive]
+        for name in ended:
+            regions.remove(self._regions, self._placed.pop(name)[0])
+        came = [name for name in names if name not in self._alive]
+        self._waiting.extend(came)
+        self._alive = alive
+        placed = self._place_waiting()
+        return bool(ended or placed)
+
+    @property
+    def rows(self) -> NDArray[np.int32]:
+        """All regions by address, int32 [n, 3], see `REGION_FIELDS`."""
+        ordered = sorted(self._placed.values())
+        return np.array(ordered, dtype=np.int32).reshape(-1, len(REGION_FIELDS))
+
+    @property
+    def waiting_columns(self) -> list[int]:
+        """Columns of the sequences that have no region, the first in line first."""
+        return [self._alive[name][0] for name in self._waiting]
+
+    def _place_waiting(self) -> bool:
+        """Place those who wait, in order, until one does not fit."""
+        self._waiting = deque(name for name in self._waiting if name in self._alive)
+        any_placed = self.is_blocked = False
+        while self._waiting and len(self._placed) < self._seats:
+            column, most = self._alive[self._waiting[0]]
+            # Nothing is computed after the last token, so it needs no slot.
+            size = self._longest or max(most - 1, 1)
+            start = regions.place(self._regions, regions.BEST_FIT, size)
+            if start < 0:
+                self.is_blocked = True
+                break
+            self._placed[self._waiting.popleft()] = (int(start), size, column)
+            any_placed = True
+        return any_placed

@@ -1,0 +1,316 @@
+"""`MemoryWatch`: looks at the memory ten times a second, while somebody watches.
+
+After each step the engine's thread calls in. It notes what the step did, and where a look is due
+it compares the memory with what was told (`changes`). The rest happens in the event loop, once
+for all who watch: one message for all, and each has a mailbox. Where no step comes, because
+nobody generates, the looks are taken between two steps, and only if anything could be different.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagedkv.memory.block_table import BlockTables
+from pagedkv.scheduling.continuous import Scheduler
+from pagedkv.scheduling.limits import SchedulerConfig
+from pagedkv.server.errors import ApiError
+from pagedkv.server.memory_page.changes import Changes, Differ
+from pagedkv.server.memory_page.happenings import HAPPENING_FIELDS, Happenings
+from pagedkv.server.memory_page.history import History
+from pagedkv.server.memory_page.message import message
+from pagedkv.server.memory_page.picture import Picture
+from pagedkv.server.memory_page.twin import Twin
+
+if TYPE_CHECKING:
+    from pagedkv.engine.core import Engine
+    from pagedkv.server.serving import Serving
+
+_LOG = logging.getLogger("pagedkv.server")
+
+INTERVAL_S = 0.1
+"""Between two looks."""
+
+IDLE_INTERVAL_S = 1.0
+"""Between two looks while nothing happens."""
+
+MAX_WATCHERS = 16
+"""Open pages; past it 429."""
+
+_MAILBOX_SIZE = 20
+"""Messages that a slow reader may be behind; past it the whole is sent anew."""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What one look found, on its way to the event loop."""
+
+    now_s: float
+    changes: Changes
+    happenings: NDArray[np.int32]
+    counters: dict[str, int]
+
+
+class Watcher:
+    """One open page: a mailbox of messages."""
+
+    def __init__(self) -> None:
+        self.mailbox: deque[bytes] = deque()
+        self.is_behind = True
+        """Whether it needs the whole before any more changes."""
+        self.is_over = False
+        self.news = asyncio.Event()
+
+
+class MemoryWatch:
+    """Watches the memory of `serving` for any number of open pages."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+        self._watchers: set[Watcher] = set()
+        self._looking: asyncio.Task[None] | None = None
+        self._session: _Session | None = None
+        serving.llm.watch(self._after_step)
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """Messages for one page, until the server drains. Raises `ApiError` 429 at the first.
+
+        The first has kind `whole`, and so has one after which a slow reader goes on.
+        """
+        watcher = Watcher()
+        await self._begin(watcher)
+        try:
+            while not watcher.is_over:
+                await watcher.news.wait()
+                watcher.news.clear()
+                while watcher.mailbox:
+                    yield watcher.mailbox.popleft()
+        finally:
+            self._watchers.discard(watcher)
+
+    def check_open(self) -> None:
+        """Raise `ApiError` 429 where as many watch as may."""
+        if len(self._watchers) >= MAX_WATCHERS:
+            raise ApiError(
+                429,
+                f"{MAX_WATCHERS} pages watch the memory already",
+                code="too_many_watchers",
+                retry_after_s=10,
+            )
+
+    async def _begin(self, watcher: Watcher) -> None:
+        self.check_open()
+        self._watchers.add(watcher)
+        if self._session is not None:
+            self._session.is_stirred = True  # who comes new sees something at once
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look_on())
+
+    async def _look_on(self) -> None:
+        """Look again and again, until nobody watches."""
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.to_thread(_compile)
+            self._session = await self._serving.between_steps(
+                lambda engine: _Session(engine, self._serving, loop, self._deliver)
+            )
+            session = self._session
+            idle_since_s = 0.0
+            while self._watchers and not self._serving.is_draining and not session.has_failed:
+                # A step that takes the look in passing is cheaper than one that must wait for it.
+                was_taken = session.ask()
+                if not was_taken and (
+                    session.is_stirred or loop.time() - idle_since_s >= IDLE_INTERVAL_S
+                ):
+                    idle_since_s = loop.time()
+                    await self._serving.between_steps(session.look_if_asked)
+                await asyncio.sleep(INTERVAL_S)
+        finally:
+            self._session = None
+            for watcher in self._watchers:
+                watcher.is_over = True
+                watcher.news.set()
+
+    def _after_step(self, engine: Engine) -> None:
+        """Called in the engine's thread after each step, and when orders were taken."""
+        session = self._session
+        if session is not None:
+            session.after_step(engine)
+
+    def _deliver(self, session: _Session, look: _Look) -> None:
+        """Put the news into all mailboxes. In the event loop."""
+        news = session.told(look)
+        whole = None
+        for watcher in self._watchers:
+            if len(watcher.mailbox) >= _MAILBOX_SIZE:
+                watcher.mailbox.clear()
+                watcher.is_behind = True
+            if watcher.is_behind:
+                whole = whole or session.whole(look)
+                watcher.mailbox.append(whole)
+                watcher.is_behind = False
+            else:
+                watcher.mailbox.append(news)
+            watcher.news.set()
+
+
+class _Session:
+    """From the first watcher that comes to the last one that leaves."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        serving: Serving,
+        loop: asyncio.AbstractEventLoop,
+        deliver: Callable[[_Session, _Look], None],
+    ) -> None:
+        scheduler = engine.scheduler
+        tables: BlockTables = scheduler.arrays.memory.tables
+        num_slots = scheduler.num_blocks * scheduler.block_size
+        seats = scheduler.config.max_num_seqs
+        self._loop = loop
+        self._began_s = time.perf_counter()
+        self._num_steps = scheduler.num_steps
+        self._is_asked = False
+        self.is_stirred = True
+        """Whether anything happened since the last look."""
+        self.has_failed = False
+        self._deliver = deliver
+        self._differ = Differ(scheduler.arrays)
+        self._happenings = Happenings()
+        self._picture = Picture(scheduler.num_blocks, *tables.entries.shape)
+        self._twins = {
+            "longest": Twin(num_slots, max_regions=seats, longest=scheduler.max_model_len),
+            "limit": Twin(num_slots, max_regions=seats, longest=None),
+        }
+        self._history = History()
+        self._facts = {
+            "model": serving.model_name,
+            "num_blocks": scheduler.num_blocks,
+            "block_size": scheduler.block_size,
+            "max_model_len": scheduler.max_model_len,
+            "max_num_seqs": seats,
+            "block_bytes": serving.llm.budget.block_bytes,
+        }
+
+    def ask(self) -> bool:
+        """Ask for a look; returns whether the last one that was asked for has been taken."""
+        was_taken = not self._is_asked
+        self._is_asked = True
+        return was_taken
+
+    def after_step(self, engine: Engine) -> None:
+        """Note what the step did, and look where a look is due. Does not raise."""
+        self.is_stirred = True
+        scheduler = engine.scheduler
+        if scheduler.num_steps != self._num_steps:
+            self._num_steps = scheduler.num_steps
+            arrays = scheduler.arrays
+            with self._noted():
+                self._happenings.note(arrays, lambda s: self._differ.name_of(arrays, s))
+        if self._is_asked:
+            self.look_if_asked(engine)
+
+    def look_if_asked(self, engine: Engine) -> None:
+        """Look, unless a step has just done it; what is found goes to the event loop."""
+        if not self._is_asked or self.has_failed:
+            return
+        self._is_asked = self.is_stirred = False
+        with self._noted():
+            look = self._look(engine)
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody watches
+                self._loop.call_soon_threadsafe(self._deliver, self, look)
+
+    def told(self, look: _Look) -> bytes:
+        """The message with what is new, which is part of the picture from now on."""
+        self._picture.apply(look.changes)
+        alive = self._picture.alive
+        is_other = {name: twin.follow(alive) for name, twin in self._twins.items()}
+        has_sample = self._history.note(look.now_s, look.counters)
+        arrays = {**_named(look.changes), "happenings": look.happenings}
+        for name, twin in self._twins.items():
+            if is_other[name]:
+                arrays[f"regions_{name}"] = twin.rows
+        if has_sample:
+            arrays["samples"] = self._history.newest
+        return message(self._now("changes", look), arrays)
+
+    def whole(self, look: _Look) -> bytes:
+        """The message with everything, for a page that knows nothing."""
+        arrays = _named(self._picture.whole())
+        arrays["happenings"] = np.empty((0, len(HAPPENING_FIELDS)), dtype=np.int32)
+        for name, twin in self._twins.items():
+            arrays[f"regions_{name}"] = twin.rows
+        arrays["samples"] = self._history.all
+        return message({**self._now("whole", look), "memory": self._facts}, arrays)
+
+    def _now(self, kind: str, look: _Look) -> dict[str, Any]:
+        twins = {
+            name: {"waiting": twin.waiting_columns, "is_blocked": twin.is_blocked}
+            for name, twin in self._twins.items()
+        }
+        return {"kind": kind, "now_s": look.now_s, "counters": look.counters, "twins": twins}
+
+    def _look(self, engine: Engine) -> _Look:
+        scheduler = engine.scheduler
+        now_s = time.perf_counter() - self._began_s
+        changes = self._differ.look(
+            scheduler.arrays, block_size=scheduler.block_size, now_ms=int(now_s * 1000) + 1
+        )
+        statistics = engine.statistics()
+        memory = statistics.memory
+        counters = {
+            "num_blocks": memory.num_blocks,
+            "block_size": memory.block_size,
+            "used_blocks": memory.used_blocks,
+            "shared_blocks": memory.shared_blocks,
+            "cached_blocks": memory.cached_blocks,
+            "free_blocks": memory.free_blocks,
+            "table_entries": memory.table_entries,
+            "held_tokens": memory.held_tokens,
+            "num_running": memory.num_running,
+            "num_waiting": memory.num_waiting,
+            "num_steps": memory.num_steps,
+            "query_tokens": memory.query_tokens,
+            "hit_tokens": memory.hit_tokens,
+            "preemptions": memory.preemptions,
+            "evicted_blocks": memory.evicted_blocks,
+            "output_tokens": statistics.output_tokens,
+        }
+        return _Look(now_s, changes, self._happenings.taken(), counters)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """A failure in here ends the watching and is logged; the engine goes on."""
+        try:
+            yield
+        except Exception as failure:
+            self.has_failed = True
+            _LOG.error("watching the memory failed: %s", failure, exc_info=failure)
+
+
+def _named(changes: Changes) -> dict[str, NDArray[Any]]:
+    return dict(changes._asdict())
+
+
+def _compile() -> None:
+    """Have compiled code at hand before the engine has to wait for it."""
+    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8)
+    scheduler = Scheduler(4, config, block_size=2, max_model_len=6)
+    differ = Differ(scheduler.arrays)
+    scheduler.add([1, 2, 3], max_new_tokens=2)
+    scheduler.schedule()
+    scheduler.commit([4])
+    changes = differ.look(scheduler.arrays, block_size=2, now_ms=1)
+    twin = Twin(8, max_regions=2, longest=None)
+    twin.follow(changes.sequences)
+    twin.follow(changes.sequences[:0])
