@@ -15,7 +15,7 @@ PYTEST := $(CACHE) $(BIN)/python -m pytest
 CORE   := tests/memory tests/scheduling src/pagedkv/memory src/pagedkv/scheduling
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-model test test-bounds test-uncompiled test-architectures coverage lint format bench docs clean distclean
+.PHONY: help demo demo-model test test-bounds test-uncompiled test-architectures test-server coverage lint format bench docs clean distclean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1|/' \
@@ -40,6 +40,9 @@ test-uncompiled: $(VENV)/.installed-dev  ## Memory and scheduling as plain Pytho
 
 test-architectures: $(VENV)/.installed-dev  ## Every architecture at four block sizes; takes minutes
 	$(PYTEST) -q -m exhaustive tests/engine
+
+test-server: $(VENV)/.installed-dev  ## The server under full load, and 2,000 bodies made to break it
+	$(PYTEST) -q -m exhaustive tests/server
 
 coverage: $(VENV)/.installed-dev  ## Line and branch coverage of memory and scheduling
 	NUMBA_DISABLE_JIT=1 HYPOTHESIS_PROFILE=uncompiled $(CACHE) $(BIN)/coverage run \

