@@ -11,6 +11,7 @@ from models.token_storage import TokenStorage
 from pagedkv.errors import InvalidInput, NeverFits, UnknownSequence
 from pagedkv.scheduling.continuous import CHOSEN_LATER, Scheduler
 from pagedkv.scheduling.limits import SchedulerConfig
+from pagedkv.scheduling.queues import BLOCKED
 
 
 def scheduler(
@@ -39,8 +40,10 @@ def choice(round_: int, beams: list[tuple[int, ...]], width: int) -> tuple[list[
 class Searched:
     """Searches and single answers on token storage: what is read must be what belongs there."""
 
-    def __init__(self, made: Scheduler) -> None:
+    def __init__(self, made: Scheduler, *, shortcut: bool = True) -> None:
         self.scheduler = made
+        self.shortcut = shortcut
+        self.decided: list[tuple[list[int], ...]] = []
         self.storage = TokenStorage(made.num_blocks, made.block_size)
         self.tokens: dict[int, tuple[int, ...]] = {}  # by sequence
         self.left: dict[int, int] = {}  # of single answers
@@ -60,7 +63,12 @@ class Searched:
 
     def step(self) -> None:
         made = self.scheduler
+        if not self.shortcut:
+            made._queues.counters[BLOCKED] = -1
         batch = made.schedule()
+        assert made.num_running <= made.config.max_num_seqs
+        told = (batch.sequences, batch.admitted, batch.num_cached, batch.preempted)
+        self.decided.append(tuple(numbers.tolist() for numbers in told))
         self.storage.copy_pages(batch.copies)
         for i, s in enumerate(batch.sequences.tolist()):
             start, stop = batch.query_starts[i], batch.query_starts[i + 1]
@@ -116,7 +124,7 @@ class Searched:
             self.scheduler.verify()
 
     def finish_all(self) -> None:
-        for _ in range(20_000):
+        for _ in range(3_000):
             if self.scheduler.is_idle:
                 return
             self.step()
@@ -187,6 +195,102 @@ def test_every_beam_reads_what_belongs_to_it_whatever_comes_and_goes(
     assert all(len(said) for said in run.said.values()) and not run.searches
     assert run.scheduler.statistics().used_blocks == 0
     assert not run.scheduler._beams
+
+
+def crowd(made: Scheduler, width: int, *, alike: bool, shortcut: bool = True) -> Searched:
+    """Two searches, each of which needs every seat, and short answers that come all the time,
+    `alike`: to prompts that begin as one of the beams does."""
+    run = Searched(made, shortcut=shortcut)
+    for _ in range(2):
+        search = run.search([1, 2, 3, 0, 1, 2, 3], width, 9)
+        for i in range(5):
+            like = list(run.tokens[search.beams[i % len(search.beams)]])
+            run.answer([*like[:12], 3] if alike else [2] * (1 + i % 3), 2 + i % 2)
+            run.step()
+            run.step()
+        assert search.said == [] or len(search.said) == width
+    run.finish_all()
+    return run
+
+
+@pytest.mark.parametrize("num_blocks", range(4, 15))
+@pytest.mark.parametrize(("width", "seats"), [(2, 2), (3, 3), (3, 5)])
+@pytest.mark.parametrize("alike", [False, True])
+def test_in_every_small_memory_seats_are_enough_and_the_shortcut_changes_no_decision(
+    num_blocks: int, width: int, seats: int, alike: bool
+) -> None:
+    one, other = (
+        crowd(scheduler(num_blocks, seats=seats, budget=8), width, alike=alike, shortcut=shortcut)
+        for shortcut in (True, False)
+    )
+    assert one.decided == other.decided
+    assert len(one.said) == 10
+    if num_blocks < 7:
+        assert one.scheduler.statistics().preemptions > 0
+
+
+def test_a_prompt_is_computed_beside_beams_that_wait_for_another() -> None:
+    made = scheduler(9, seats=4, budget=4)
+    run = Searched(made)
+    search = run.search([1, 2, 3, 0, 1, 2], 2, 12)
+    run.step()
+    run.answer([3] * 20, 1)
+    beside = 0
+    while not made.is_idle:
+        run.step()
+        computed, _, _, preempted = run.decided[-1]
+        held = [s for s in search.beams if s in search.known]
+        beside += bool(held) and not preempted and not set(computed) & set(search.beams)
+    assert search.said == found([1, 2, 3, 0, 1, 2], 2, 12)
+    assert beside > 0
+
+
+def test_what_a_fork_has_in_common_with_its_parent_and_what_it_says_is_found_again() -> None:
+    made = scheduler(block_size=2)
+    first = made.add_search([1, 2, 3], max_new_tokens=6, num_beams=2)
+    made.schedule()
+    made.commit([CHOSEN_LATER])
+    beams = made.branch([first], [0, 0], [0, 1])
+    for token in range(3):
+        made.schedule()
+        made.commit([CHOSEN_LATER] * 2)
+        beams = made.branch(beams, [0, 1], [token, token + 1])
+    fork = made.token_ids(beams[1]).tolist()
+    assert beams[1] != first and fork == [1, 2, 3, 1, 1, 2, 3]
+    made.finish(beams)
+    made.add([*fork, 0], max_new_tokens=1)
+    assert made.schedule().num_cached.tolist() == [6]
+
+
+def test_forks_of_a_beam_that_gave_way_are_computed_in_their_order() -> None:
+    made = scheduler(3, seats=4)
+    first = made.add_search([1, 2, 3, 4, 5, 6, 7, 8], max_new_tokens=4, num_beams=3)
+    made.schedule()
+    made.commit([CHOSEN_LATER])
+    beams = made.branch([first], [0, 0, 0], [1, 2, 3])
+    known: set[int] = set()
+    order = []
+    while known != set(beams):
+        batch = made.schedule()
+        order += batch.due.tolist()
+        known |= set(batch.due.tolist())
+        made.commit([CHOSEN_LATER] * len(batch.due))
+    # Their full blocks are shared; the one block that is left goes from one to the other.
+    assert order == beams and made.num_running == 1
+    beams = made.branch(beams, [0, 0, 0], [1, 2, 3])
+    assert made.num_running == 0
+    before = made.statistics()
+    order, cached = [], []
+    while len(order) < 3:
+        batch = made.schedule()
+        order += batch.due.tolist()
+        cached += batch.num_cached.tolist()
+        made.commit([CHOSEN_LATER] * len(batch.due))
+    assert order == beams and cached == [8, 8, 8]
+    after = made.statistics()
+    assert after.hit_tokens == 0 and after.query_tokens == 8  # forks are no prompts that could hit
+    # The parent had computed one token more than it finds. Forks had computed nothing.
+    assert after.recomputed_tokens - before.recomputed_tokens == 1
 
 
 def test_children_share_all_blocks_of_their_parent_and_who_is_not_named_gives_its_own_back() -> (
