@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shlex
 from json import dumps
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagedkv._version import __version__
 from pagedkv.cli.files import STANDARD_OUTPUT, check_writable, same_file
 from pagedkv.cli.simulate_request import (
     Arrivals,
@@ -17,34 +16,27 @@ from pagedkv.cli.simulate_request import (
     Placement,
     Preset,
     Scheme,
-    as_recorded,
     refuse_conflicts,
     refuse_with_preset,
+    refuse_with_what_if,
     typed_parameters,
 )
+from pagedkv.cli.simulate_runs import run_preset, run_simulation, run_what_if
 from pagedkv.cli.simulate_setup import (
     DEFAULT_GPU,
     DEFAULT_MODEL,
     DEFAULT_REQUESTS,
     DEFAULT_WORKLOAD,
     GPU_MEMORY_UTILIZATION,
-    KVMemory,
-    Settings,
-    config_of,
-    horizon_s_of,
-    memory_of,
-    memory_settings,
-    settings_of,
-    step_time_of,
-    trace_of,
 )
-from pagedkv.cli.terminal import Bars, console_with, progress
+from pagedkv.cli.terminal import console_with, progress
+from pagedkv.cli.what_if import NAMES, parse_variations
 from pagedkv.errors import InvalidInput
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from pagedkv.simulate.results import SimulationResult
+    from pagedkv.simulate.results import SimulationResult, WhatIfResult
 
 _TRAFFIC, _MEMORY, _SCHEDULER, _TIME, _OUTPUT = (
     "Traffic",
@@ -134,6 +126,17 @@ def simulate(
             rich_help_panel=_TRAFFIC,
         ),
     ] = False,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE,...",
+            help="Replay at each of these values too, on paged memory, and compare: "
+            f"{', '.join(NAMES[:-1])} or {NAMES[-1]}; 2x is twice what it was. May be given "
+            "several times: every combination.",
+            show_default=False,
+            rich_help_panel=_TRAFFIC,
+        ),
+    ] = None,
     preset: Annotated[
         Preset | None,
         typer.Option(
@@ -312,10 +315,12 @@ def simulate(
     check_writable("--json", json)
     if report_path is not None and json is not None and same_file(report_path, json):
         raise InvalidInput(f"--report and --json are both {json}: give two names")
+    variations = parse_variations(what_if or ())
+    result: SimulationResult | WhatIfResult
     with progress(colour) as bars:
         if preset is not None:
             refuse_with_preset(preset, typed)
-            result = _run_preset(preset, seed, _command(context), bars)
+            result = run_preset(preset, seed, _command(context), bars)
         else:
             given = Given(
                 trace=trace,
@@ -346,7 +351,11 @@ def simulate(
                 step_time=step_time,
             )
             refuse_conflicts(given, typed)
-            result = _run(given, typed, _command(context), bars)
+            if variations:
+                refuse_with_what_if(given, variations, typed)
+                result = run_what_if(given, variations, typed, _command(context), bars)
+            else:
+                result = run_simulation(given, typed, _command(context), bars)
         bars.wait("writing")
         _write(result, report_path, json)
     # Only now, so that a reader who closes the pipe early has the files all the same.
@@ -363,133 +372,69 @@ def _report_path(report: str, no_report: bool, typed: dict[str, str]) -> str | N
     return None
 
 
-def _run(given: Given, typed: dict[str, str], command: str, bars: Bars) -> SimulationResult:
-    from pagedkv.simulate.model_geometry import model_geometry
-    from pagedkv.simulate.results import SimulationResult
-    from pagedkv.simulate.simulator import simulate_scheme, trace_curve
-
-    geometry = model_geometry(given.model, kv_dtype=given.kv_dtype)
-    step_time = step_time_of(given, geometry)
-    memory = memory_of(given, geometry, model_is_given="model" in typed)
-    horizon_s = horizon_s_of(given)
-    bars.wait("reading" if given.trace else "drawing requests")
-    trace = trace_of(given, horizon_s)
-    if trace.recorded_with is not None:
-        given = as_recorded(given, typed, trace)
-        memory = memory_of(given, geometry, model_is_given="model" in typed)
-    config, remarks = config_of(given, trace, geometry, memory, step_time, horizon_s)
-    try:
-        schemes = tuple(simulate_scheme(trace, config, s, bars) for s in config.schemes)
-        bars.wait("hit-rate curve")
-        curve = trace_curve(trace, block_size=config.block_size)
-    except MemoryError as error:
-        raise InvalidInput(
-            f"{config.num_blocks:,} blocks and {len(trace):,} requests are more than fits into "
-            "this machine: simulate fewer"
-        ) from error
-    if not any(scheme.finished for scheme in schemes):
-        raise InvalidInput(f"{trace.name}: no request was served: {_why_none(schemes[0].refused)}")
-    return SimulationResult(
-        command=command,
-        settings=settings_of(given, trace, geometry, memory, config),
-        trace_name=trace.name,
-        trace_format=trace.format,
-        num_requests=trace.num_requests,
-        num_answers=len(trace) * config.num_samples,
-        prompt_tokens=trace.num_prompt_tokens,
-        output_tokens=int(trace.output_tokens.sum()) * config.num_samples,
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        bytes_per_token=memory.bytes_per_token,
-        schemes=schemes,
-        curve=curve,
-        remarks=(*trace.remarks, *remarks),
-    )
-
-
-def _run_preset(preset: str, seed: int, command: str, bars: Bars) -> SimulationResult:
-    from pagedkv.simulate import paper
-    from pagedkv.simulate.model_geometry import model_geometry
-    from pagedkv.simulate.results import SimulationResult
-
-    geometry = model_geometry(paper.MODEL, kv_dtype=paper.KV_DTYPE)
-    config = paper.setting(bytes_per_token=geometry.kv_bytes_per_token)
-    comparison = paper.compare(config, seed=seed, progress=bars)
-    trace = comparison.sharegpt
-    memory = KVMemory(
-        config.num_blocks,
-        geometry.kv_bytes_per_token,
-        f"{paper.KV_MEMORY_BYTES / 2**30:g}GiB",
-    )
-    settings: Settings = {
-        "version": __version__,
-        "preset": preset,
-        "workload": trace.name,
-        "rate": paper.SHAREGPT_RATE_PER_S,
-        "arrivals": Arrivals.POISSON.value,
-        "seed": seed,
-        "duration": f"{config.horizon_s:g}s",
-    }
-    return SimulationResult(
-        command=command,
-        settings=settings | memory_settings(paper.MODEL, geometry, memory, config),
-        trace_name=f"{trace.name}, at {paper.SHAREGPT_RATE_PER_S:g} requests a second",
-        trace_format=trace.format,
-        num_requests=len(trace),
-        num_answers=len(trace),
-        prompt_tokens=int(trace.prompt_tokens.sum()),
-        output_tokens=int(trace.output_tokens.sum()),
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        bytes_per_token=geometry.kv_bytes_per_token,
-        schemes=comparison.schemes,
-        curve=None,
-        remarks=paper.REMARKS,
-        comparison=tuple(comparison.figures),
-    )
-
-
-def _why_none(refused: tuple[str, ...]) -> str:
-    return refused[0] if refused else "the time given was over before one finished"
-
-
 def _command(context: typer.Context) -> str:
     """What was typed, which is what to type again."""
     words = context.obj if isinstance(context.obj, tuple) else ("simulate",)
     return shlex.join(["pagedkv", *words])
 
 
-def _write(result: SimulationResult, report: str | None, json: str | None) -> None:
+def _write(result: SimulationResult | WhatIfResult, report: str | None, json: str | None) -> None:
     from pagedkv.simulate.report import write_report
     from pagedkv.simulate.result_json import write_json
+    from pagedkv.simulate.results import WhatIfResult
+    from pagedkv.simulate.what_if_json import write_what_if_json
+    from pagedkv.simulate.what_if_report import write_what_if_report
 
-    if json is not None and json != STANDARD_OUTPUT:
-        write_json(result, json)
-    if report is not None:
-        write_report(result, report)
+    file = None if json == STANDARD_OUTPUT else json
+    if isinstance(result, WhatIfResult):
+        if file is not None:
+            write_what_if_json(result, file)
+        if report is not None:
+            write_what_if_report(result, report)
+    else:
+        if file is not None:
+            write_json(result, file)
+        if report is not None:
+            write_report(result, report)
 
 
 def _print(
-    result: SimulationResult,
+    result: SimulationResult | WhatIfResult,
     report: str | None,
     json: str | None,
     console: Console,
 ) -> None:
     from rich.text import Text
 
-    from pagedkv.simulate import table
-    from pagedkv.simulate.result_json import as_json
-
     written = console
     if json == STANDARD_OUTPUT:
-        print(dumps(as_json(result), allow_nan=False))
+        print(dumps(_as_json(result), allow_nan=False))
         written = type(console)(stderr=True, color_system=None)
     else:
-        table.print_result(result, console)
-        if result.comparison:
-            console.print()
-            table.print_paper_comparison(result.comparison, console)
+        _print_tables(result, console)
         if json is not None:
             console.print(Text(f"Wrote {json}"))
     if report is not None:
         written.print(Text(f"Wrote {report}: open it in a browser"))
+
+
+def _as_json(result: SimulationResult | WhatIfResult) -> dict[str, Any]:
+    from pagedkv.simulate.result_json import as_json
+    from pagedkv.simulate.results import WhatIfResult
+    from pagedkv.simulate.what_if_json import what_if_as_json
+
+    return what_if_as_json(result) if isinstance(result, WhatIfResult) else as_json(result)
+
+
+def _print_tables(result: SimulationResult | WhatIfResult, console: Console) -> None:
+    from pagedkv.simulate import table
+    from pagedkv.simulate.results import WhatIfResult
+    from pagedkv.simulate.what_if_table import print_what_if
+
+    if isinstance(result, WhatIfResult):
+        print_what_if(result, console)
+        return
+    table.print_result(result, console)
+    if result.comparison:
+        console.print()
+        table.print_paper_comparison(result.comparison, console)

@@ -15,6 +15,9 @@ import typer
 from pagedkv.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pagedkv.cli.what_if import Variation
     from pagedkv.simulate.trace import Trace
 
 MOST = 2**31 - 1
@@ -143,6 +146,18 @@ def refuse_with_preset(preset: str, typed: dict[str, str]) -> None:
             f"--preset {preset} fixes everything but --seed and the output: leave out "
             f"{', '.join(too_much)}"
         )
+
+
+def refuse_with_what_if(
+    given: Given, variations: Sequence[Variation], typed: dict[str, str]
+) -> None:
+    """Raise `InvalidInput` for what belongs to other schemes, or to another kind of time."""
+    if given.schemes not in ((), (Scheme.PAGED.value,)):
+        raise InvalidInput("--what-if asks about paged memory: leave out other schemes")
+    if "placement" in typed:
+        raise InvalidInput(f"{typed['placement']} changes nothing on paged memory: leave it out")
+    if given.by_step and any(variation.name == "load" for variation in variations):
+        raise InvalidInput("--what-if load is about seconds: leave out --by-step")
 
 
 def refuse_conflicts(given: Given, typed: dict[str, str]) -> None:

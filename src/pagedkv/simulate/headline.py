@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from pagedkv.simulate.metrics import filled_share, show_number
-from pagedkv.simulate.results import HitRateCurve, SchemeResult, SimulationResult
+from pagedkv.simulate.results import HitRateCurve, SchemeResult, SimulationResult, WhatIfResult
 
 GIB = 2**30
 
@@ -121,7 +121,7 @@ def show_bytes(value: float) -> str:
     return f"{value:,.0f} B"
 
 
-def traffic_size(result: SimulationResult) -> str:
+def traffic_size(result: SimulationResult | WhatIfResult) -> str:
     """The traffic in words: requests, their answers where these are more, and tokens."""
     answers = "" if result.num_answers == result.num_requests else f"{result.num_answers:,} answers"
     return (
@@ -130,7 +130,7 @@ def traffic_size(result: SimulationResult) -> str:
     )
 
 
-def memory_size(result: SimulationResult) -> str:
+def memory_size(result: SimulationResult | WhatIfResult) -> str:
     """The simulated memory in words: blocks, and bytes where the size of a token is known."""
     size = f"{result.num_blocks:,} blocks of {result.block_size} tokens"
     if result.bytes_per_token is None:

@@ -329,6 +329,25 @@ CURVE_DEFINITIONS: tuple[Definition, ...] = (
 )
 
 
+WASTE = Metric(
+    "waste",
+    "Waste",
+    "%",
+    MEMORY,
+    "Of the slots that running requests hold, the share that holds no token: what is missing in "
+    "filled_share.",
+    lambda scheme: None if (filled := filled_share(scheme)) is None else 1.0 - filled,
+    100.0,
+    2,
+)
+"""Where settings of one scheme are compared; schemes are compared by what is filled."""
+
+
+def metric_by_key(key: str) -> Metric:
+    """The metric of that key in the JSON."""
+    return next(metric for metric in METRICS if metric.key == key)
+
+
 def show_number(value: float | None, decimals: int | None) -> str:
     """`value` for people: thousands in commas, fixed decimals or three significant digits.
 

@@ -26,19 +26,18 @@ from pagedkv.simulate.metrics import (
     Metric,
     applying,
     filled_share,
+    metric_by_key,
     show_metric,
     show_number,
 )
 from pagedkv.simulate.palette import SHARED, STYLES
 from pagedkv.simulate.report_figures import (
-    DASHES,
     Figure,
     describe_share,
     hit_rate_curve,
     memory_map,
     memory_over_time,
     requests_over_time,
-    scheme_colour,
     scheme_name,
     share_bars,
 )
@@ -46,6 +45,7 @@ from pagedkv.simulate.report_page import (
     again_section,
     chart,
     definitions_section,
+    line_sample,
     page_html,
     prose,
     section,
@@ -62,8 +62,6 @@ from pagedkv.simulate.results import (
 from pagedkv.simulate.whole_file import write_whole
 
 REFUSED_SHOWN = 20
-
-SVG_DASHES = {"solid": "", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3"}
 
 
 def write_report(result: SimulationResult, path: str | os.PathLike[str]) -> None:
@@ -140,7 +138,7 @@ def _share_section(result: SimulationResult, figures: dict[str, Figure]) -> str:
     figures["share"] = share_bars(result)
     kinds = "".join(
         f"<div>{_swatch(kind)}<dt>{escape(STYLES[kind].label)}</dt>"
-        f"<dd>{escape(_metric(f'share.{kind}').definition)}</dd></div>"
+        f"<dd>{escape(metric_by_key(f'share.{kind}').definition)}</dd></div>"
         for kind in _kinds_present(result)
     )
     return section(
@@ -215,7 +213,7 @@ def _requests_section(result: SimulationResult, figures: dict[str, Figure]) -> s
             f"{chart(which, f'Requests {which} over time. {means}', link='time')}</figure>"
         )
     lines = "".join(
-        f"<li>{_line_sample(i)}{escape(scheme_name(scheme))}</li>"
+        f"<li>{line_sample(i)}{escape(scheme_name(scheme))}</li>"
         for i, scheme in enumerate(result.schemes)
     )
     return section(
@@ -377,15 +375,6 @@ def _swatch(kind: str) -> str:
     return f'<span class="swatch" style="background:var(--kind-{kind})" aria-hidden="true"></span>'
 
 
-def _line_sample(index: int) -> str:
-    dashes = SVG_DASHES.get(DASHES[index % len(DASHES)], "10 4")
-    return (
-        '<svg width="30" height="8" aria-hidden="true"><line x1="0" y1="4" x2="30" y2="4" '
-        f'stroke="var({scheme_colour(index)})" stroke-width="2.5" stroke-dasharray="{dashes}"/>'
-        "</svg>"
-    )
-
-
 def _mean(scheme: SchemeResult, which: str) -> str:
     if which == "running":
         return show_number(scheme.running_mean, 1)
@@ -407,7 +396,3 @@ def _size_cell(curve: HitRateCurve, blocks: int, result: SimulationResult) -> st
 
 def _us(scheme: SchemeResult) -> str:
     return ' class="us"' if scheme.scheme == "paged" else ""
-
-
-def _metric(key: str) -> Metric:
-    return next(metric for metric in METRICS if metric.key == key)

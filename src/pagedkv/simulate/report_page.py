@@ -19,7 +19,9 @@ from typing import TypeAlias
 
 from pagedkv.simulate.metrics import GROUP_NOTES, Definition, definitions_by_group
 from pagedkv.simulate.palette import SHARED, STYLES
-from pagedkv.simulate.report_figures import Figure
+from pagedkv.simulate.report_figures import DASHES, Figure, scheme_colour
+
+_SVG_DASHES = {"solid": "", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3"}
 
 Setting: TypeAlias = str | int | float | bool | None
 
@@ -66,6 +68,16 @@ def chart(name: str, description: str, *, link: str = "") -> str:
     return (
         f'<div class="chart" id="{name}" role="img" aria-label="{escape(description)}"{linked}>'
         "</div>"
+    )
+
+
+def line_sample(index: int) -> str:
+    """What the `index`-th line of a chart looks like, for a legend."""
+    dashes = _SVG_DASHES.get(DASHES[index % len(DASHES)], "10 4")
+    return (
+        '<svg width="30" height="8" aria-hidden="true"><line x1="0" y1="4" x2="30" y2="4" '
+        f'stroke="var({scheme_colour(index)})" stroke-width="2.5" stroke-dasharray="{dashes}"/>'
+        "</svg>"
     )
 
 

@@ -130,18 +130,25 @@ def as_json(result: SimulationResult) -> dict[str, Any]:
             asdict(figure) | {"within_bar": figure.within_bar} for figure in result.comparison
         ],
     }
-    plain: dict[str, Any] = _plain(content)
+    plain: dict[str, Any] = plain_json(content)
     return plain
 
 
-def _scheme(scheme: SchemeResult) -> dict[str, Any]:
-    content: dict[str, Any] = {"scheme": scheme.scheme, "placement": scheme.placement}
+def metrics_of(scheme: SchemeResult) -> dict[str, Any]:
+    """Every metric of the scheme, under its key: a dot in it is a level."""
+    content: dict[str, Any] = {}
     for metric in METRICS:
         *parents, last = metric.key.split(".")
         level = content
         for parent in parents:
             level = level.setdefault(parent, {})
         level[last] = metric.read(scheme)
+    return content
+
+
+def _scheme(scheme: SchemeResult) -> dict[str, Any]:
+    content: dict[str, Any] = {"scheme": scheme.scheme, "placement": scheme.placement}
+    content |= metrics_of(scheme)
     content["refused"] = list(scheme.refused)
     content["timeline"] = _timeline(scheme.timeline)
     content["memory_map"] = _memory_map(scheme.memory_map)
@@ -187,14 +194,14 @@ def _curve(curve: HitRateCurve, result: SimulationResult) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
     """`value` with arrays as lists, NumPy's numbers as Python's, and null for NaN and infinity."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -179,3 +179,39 @@ class SimulationResult:
     curve: HitRateCurve | None
     remarks: tuple[str, ...]
     comparison: tuple[PaperFigure, ...] = ()  # a published experiment's figures beside these
+
+
+@dataclass(frozen=True)
+class WhatIfRow:
+    """The trace at one choice of the varied settings, on paged memory."""
+
+    values: tuple[str, ...]  # of each varied setting, as asked for
+    num_blocks: int
+    block_size: int
+    scheme: SchemeResult
+    is_base: bool  # the settings that were asked about
+
+
+@dataclass(frozen=True)
+class WhatIfResult:
+    """Everything one `pagedkv simulate --what-if` found."""
+
+    command: str
+    settings: dict[str, str | int | float | bool | None]  # of the base, in order, by flag name
+    trace_name: str
+    trace_format: str
+    num_requests: int
+    num_answers: int
+    prompt_tokens: int
+    output_tokens: int
+    num_blocks: int  # of the base, as the next two
+    block_size: int
+    bytes_per_token: int | None
+    names: tuple[str, ...]  # of the varied settings
+    rows: tuple[WhatIfRow, ...]
+    remarks: tuple[str, ...]
+
+    @property
+    def base(self) -> WhatIfRow:
+        """The row of the settings that were asked about."""
+        return next(row for row in self.rows if row.is_base)

@@ -49,17 +49,17 @@ _VERDICTS = {"yes": "green", "NO": "bold red"}
 
 def print_result(result: SimulationResult, console: Console) -> None:
     """Print everything a person wants to know of the result first."""
-    _print(
+    print_text(
         console,
         Text.assemble(
-            (_writable(result.trace_name, console), "bold"),
-            f" ({_writable(result.trace_format, console)}): {traffic_size(result)}\n"
+            (writable(result.trace_name, console), "bold"),
+            f" ({writable(result.trace_format, console)}): {traffic_size(result)}\n"
             f"memory: {memory_size(result)}",
         ),
     )
     console.print()
     for sentence in headlines(result):
-        _print(console, Text(sentence))
+        print_text(console, Text(sentence))
     console.print()
     _print_bars(result.schemes, console)
     for schemes in _fitting(result.schemes, console.width):
@@ -69,24 +69,24 @@ def print_result(result: SimulationResult, console: Console) -> None:
     _print_curve(result, console)
     _print_refused(result.schemes, console)
     for remark in result.remarks:
-        _print(console, Text(_writable(f"Note: {remark}", console)))
+        print_text(console, Text(writable(f"Note: {remark}", console)))
 
 
 def explain(console: Console) -> None:
     """Print the definition of every metric."""
     for group, definitions in definitions_by_group().items():
-        _print(console, Text(group, style="bold"))
+        print_text(console, Text(group, style="bold"))
         if group in GROUP_NOTES:
-            _print(console, Text(GROUP_NOTES[group]), indent=2)
+            print_text(console, Text(GROUP_NOTES[group]), indent=2)
         for definition in definitions:
-            _print(console, Text(label_with_unit(definition), style="cyan"), indent=2)
-            _print(console, Text(definition.definition), indent=6)
+            print_text(console, Text(label_with_unit(definition), style="cyan"), indent=2)
+            print_text(console, Text(definition.definition), indent=6)
         console.print()
 
 
 def print_paper_comparison(rows: Sequence[PaperFigure], console: Console) -> None:
     """Print a paper's figures beside ours, with the difference and whether it is within the bar."""
-    table = _table()
+    table = plain_table()
     for heading in ("fig.", "system", "quantity"):
         table.add_column(heading)
     for heading in ("paper", "ours", "off by", "bar"):
@@ -104,26 +104,29 @@ def print_paper_comparison(rows: Sequence[PaperFigure], console: Console) -> Non
             f"{row.paper:,.2f}",
             f"{row.ours:,.2f}",
             f"{row.difference:+,.1f}{' %' if percent else ''}",
-            _writable(row.bar_in_words, console),
+            writable(row.bar_in_words, console),
             Text(row.verdict, style=_VERDICTS.get(row.verdict, "")),
         )
         previous = place
     console.print(table)
-    _print(console, Text(count_within_bar(rows)))
+    print_text(console, Text(count_within_bar(rows)))
 
 
-def _table() -> Table:
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+def plain_table(*, is_wide: bool = False) -> Table:
+    """A table without a frame, as all are here; columns of a wide one stand closer."""
+    padding = (0, 0, 0, 0) if is_wide else (0, 1, 0, 0)
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=padding)
 
 
-def _print(console: Console, text: Text, *, indent: int = 0) -> None:
+def print_text(console: Console, text: Text, *, indent: int = 0) -> None:
+    """Print in signs that the console has."""
     if console.options.ascii_only:
         text = text.copy()
-        text.plain = _writable(text.plain, console)
+        text.plain = writable(text.plain, console)
     console.print(Padding(text, (0, 0, 0, indent)) if indent else text)
 
 
-def _writable(text: str, console: Console) -> str:
+def writable(text: str, console: Console) -> str:
     """`text` in signs that the terminal can write and that do nothing but stand there."""
     text = "".join(sign if sign.isprintable() or sign == "\n" else "\ufffd" for sign in text)
     if console.options.ascii_only:
@@ -158,7 +161,7 @@ def _fitting(schemes: tuple[SchemeResult, ...], width: int) -> list[tuple[Scheme
 def _scheme_table(
     schemes: tuple[SchemeResult, ...], metrics: list[Metric], console: Console
 ) -> Table:
-    table = _table()
+    table = plain_table()
     table.add_column("", no_wrap=True)
     for scheme in schemes:
         table.add_column(Text(_column_title(scheme)), justify="right", no_wrap=True)
@@ -171,7 +174,7 @@ def _scheme_table(
             group = metric.group
         table.add_row(
             Text(f" {label_with_unit(metric)}"),
-            *(Text(_writable(show_metric(metric, scheme), console)) for scheme in schemes),
+            *(Text(writable(show_metric(metric, scheme), console)) for scheme in schemes),
         )
     return table
 
@@ -215,9 +218,9 @@ def _whole_cells(scheme: SchemeResult, cells: int) -> list[int]:
 def _print_curve(result: SimulationResult, console: Console) -> None:
     curve = result.curve
     if curve is None:
-        _print(console, Text(NO_PREFIX_IDS))
+        print_text(console, Text(NO_PREFIX_IDS))
         return
-    _print(
+    print_text(
         console,
         Text.assemble(
             ("Exact LRU hit rate by memory size", "bold"),
@@ -225,7 +228,7 @@ def _print_curve(result: SimulationResult, console: Console) -> None:
             f"tokens; at most {100 * curve.ceiling:.4f} % can hit",
         ),
     )
-    table = _table()
+    table = plain_table()
     table.add_column("")
     table.add_column("hit rate (%)", justify="right", no_wrap=True)
     table.add_column("blocks", justify="right", no_wrap=True)
@@ -245,9 +248,11 @@ def _print_curve(result: SimulationResult, console: Console) -> None:
 def _print_refused(schemes: tuple[SchemeResult, ...], console: Console) -> None:
     for scheme in schemes:
         if scheme.refused:
-            _print(console, Text(f"{scheme.scheme} refused {len(scheme.refused):,}:", style="bold"))
+            print_text(
+                console, Text(f"{scheme.scheme} refused {len(scheme.refused):,}:", style="bold")
+            )
             for line in scheme.refused[:REFUSED_SHOWN]:
-                _print(console, Text(_writable(line, console)), indent=2)
+                print_text(console, Text(writable(line, console)), indent=2)
             if len(scheme.refused) > REFUSED_SHOWN:
                 more = len(scheme.refused) - REFUSED_SHOWN
-                _print(console, Text(f"and {more:,} more (--json has them all)"), indent=2)
+                print_text(console, Text(f"and {more:,} more (--json has them all)"), indent=2)

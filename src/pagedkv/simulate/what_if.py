@@ -1,0 +1,89 @@
+"""What settings other than the given ones would have been like: the columns and the sentences.
+
+The same in the terminal and on the page.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pagedkv.simulate.headline import show_seconds
+from pagedkv.simulate.metrics import WASTE, Metric, metric_by_key, show_metric, show_number
+from pagedkv.simulate.results import WhatIfResult, WhatIfRow
+
+COLUMNS: tuple[Metric, ...] = (
+    metric_by_key("hit_rate_first"),
+    WASTE,
+    metric_by_key("preemptions"),
+    metric_by_key("ttft_s.p50"),
+    metric_by_key("ttft_s.p99"),
+    metric_by_key("output_tokens_per_s"),
+)
+"""What is shown of each row; the JSON has every metric."""
+
+CHARTED: tuple[Metric, ...] = (COLUMNS[0], COLUMNS[1], COLUMNS[2], COLUMNS[4])
+
+
+def columns_of(result: WhatIfResult) -> list[Metric]:
+    """The columns that any row has something in."""
+    return [m for m in COLUMNS if any(m.read(row.scheme) is not None for row in result.rows)]
+
+
+def shows_blocks(result: WhatIfResult) -> bool:
+    """Whether the number of blocks differs from row to row and no varied setting names it."""
+    return len({row.num_blocks for row in result.rows}) > 1
+
+
+def sentences(result: WhatIfResult) -> tuple[str, ...]:
+    """What to know first: how it was, what would have been best, how little would have done."""
+    base = result.base
+    found = [f"As it was ({in_words(result, base)}): {_state(base)}."]
+    others = [row for row in result.rows if not row.is_base]
+    for key, what, sign in (
+        ("hit_rate_first", "The highest hit rate", -1.0),
+        ("ttft_s.p99", "The shortest TTFT p99", 1.0),
+    ):
+        metric = metric_by_key(key)
+        known = [
+            (sign * value, row)
+            for row in (base, *others)  # of equal ones, the base first
+            if (value := metric.read(row.scheme)) is not None and not row.scheme.refused
+        ]
+        if known:
+            best = min(known, key=lambda pair: pair[0])[1]
+            shown = show_metric(metric, best.scheme)
+            where = "as it was" if best.is_base else f"with {in_words(result, best)}"
+            found.append(f"{what}, {shown} {metric.unit}, comes {where}.")
+    calm = [row for row in result.rows if not row.scheme.preemptions and not row.scheme.refused]
+    if calm and shows_blocks(result):
+        fewest = min(row.num_blocks * row.block_size for row in calm)
+        # Block sizes do not all divide the memory: what differs by less than 1 % is as large.
+        smallest = [row for row in calm if row.num_blocks * row.block_size < 1.01 * fewest]
+        least = next((row for row in smallest if row.is_base), smallest[0])
+        found.append(
+            f"The least memory without a preemption is {least.num_blocks:,} blocks of "
+            f"{least.block_size} tokens ({in_words(result, least)})."
+        )
+    return tuple(found)
+
+
+def in_words(result: WhatIfResult, row: WhatIfRow) -> str:
+    """The choice of a row: `num-blocks 2x, block-size 8`."""
+    return ", ".join(f"{name} {value}" for name, value in zip(result.names, row.values))
+
+
+def _state(row: WhatIfRow) -> str:
+    scheme = row.scheme
+    parts = []
+    if scheme.hit_rate_first is not None:
+        parts.append(f"{100 * scheme.hit_rate_first:.1f} % of the prompt tokens hit")
+    waste = WASTE.read(scheme)
+    if waste is not None:
+        parts.append(f"{show_number(100 * waste, 2)} % of the held slots are empty")
+    parts.append(f"{scheme.preemptions:,} preemptions")
+    if math.isfinite(scheme.ttft_s.p50):
+        parts.append(
+            f"first tokens after {show_seconds(scheme.ttft_s.p50)} (p50) and "
+            f"{show_seconds(scheme.ttft_s.p99)} (p99)"
+        )
+    return ", ".join(parts)

@@ -1,0 +1,84 @@
+"""A what-if in the terminal: sentences, and a row for each choice of the varied settings."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pagedkv.simulate.headline import memory_size, traffic_size
+from pagedkv.simulate.metrics import Metric, show_metric
+from pagedkv.simulate.results import WhatIfResult
+from pagedkv.simulate.table import plain_table, print_text, writable
+from pagedkv.simulate.what_if import columns_of, sentences, shows_blocks
+
+BASE_SIGN = "*"
+
+_HEADINGS = {
+    "hit_rate_first": "hit rate\n(%)",
+    "waste": "waste\n(%)",
+    "preemptions": "preemp-\ntions",
+    "ttft_s.p50": "TTFT\np50 (s)",
+    "ttft_s.p99": "TTFT\np99 (s)",
+    "output_tokens_per_s": "output\n(tok/s)",
+}
+"""Of the columns, in two short lines: ten of them fit 80 columns."""
+
+
+def print_what_if(result: WhatIfResult, console: Console) -> None:
+    """Print everything a person wants to know of the result first."""
+    print_text(
+        console,
+        Text.assemble(
+            (writable(result.trace_name, console), "bold"),
+            f" ({writable(result.trace_format, console)}): {traffic_size(result)}\n"
+            f"memory as it was: {memory_size(result)}",
+        ),
+    )
+    console.print()
+    for sentence in sentences(result):
+        print_text(console, Text(sentence))
+    console.print()
+    columns = columns_of(result)
+    table = _table(result, columns, console)
+    while len(columns) > 1 and console.measure(table).maximum > console.width:
+        columns.pop()  # the report and the JSON have them all
+        table = _table(result, columns, console)
+    console.print(table)
+    print_text(console, Text(f"{BASE_SIGN} as it was"))
+    for remark in result.remarks:
+        print_text(console, Text(writable(f"Note: {remark}", console)))
+
+
+def _table(result: WhatIfResult, columns: list[Metric], console: Console) -> Table:
+    any_refused = any(row.scheme.refused for row in result.rows)
+    table = plain_table(is_wide=True)
+    table.add_column("", no_wrap=True)
+    for name in result.names:
+        table.add_column(_broken(name), justify="right", no_wrap=True)
+    if shows_blocks(result):
+        table.add_column("\nblocks", justify="right", no_wrap=True)
+    if any_refused:
+        table.add_column("re-\nfused", justify="right", no_wrap=True)
+    for metric in columns:
+        table.add_column(_HEADINGS[metric.key], justify="right", no_wrap=True)
+    for row in result.rows:
+        cells = [BASE_SIGN if row.is_base else "", *row.values]
+        if shows_blocks(result):
+            cells.append(f"{row.num_blocks:,}")
+        if any_refused:
+            cells.append(f"{len(row.scheme.refused):,}")
+        cells += [show_metric(metric, row.scheme) for metric in columns]
+        table.add_row(
+            *(Text(writable(cell, console)) for cell in cells), style="bold" if row.is_base else ""
+        )
+    return table
+
+
+def _broken(name: str) -> str:
+    """A name in two lines of about one length, broken at a hyphen."""
+    places = [i + 1 for i, sign in enumerate(name) if sign == "-"]
+    if not places:
+        return f"\n{name}"
+    middle = min(places, key=lambda place: abs(place - len(name) / 2))
+    return f"{name[:middle]}\n{name[middle:]}"

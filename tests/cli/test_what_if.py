@@ -1,0 +1,261 @@
+"""`pagedkv simulate --what-if`: each choice is the simulation with those options."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagedkv.cli import main
+from pagedkv.cli.simulate_request import Given
+from pagedkv.cli.what_if import NAMES, base_values, choices, parse_variations
+from pagedkv.errors import InvalidInput
+from pagedkv.simulate.what_if_json import KEYS
+
+TRAFFIC = ["--requests", "60", "--rate", "30", "--num-blocks", "700", "--no-report"]
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.fixture
+def numbers(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    def run(*arguments: str) -> dict[str, Any]:
+        assert main.run(["simulate", *arguments, "--json", "-"]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return run
+
+
+def given(**changes: Any) -> Given:
+    values = {field.name: None for field in fields(Given)} | {
+        "block_size": 16,
+        "num_blocks": 100,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 512,
+        "prefix_caching": True,
+        "chunked_prefill": True,
+        "watermark": 0.01,
+    }
+    return Given(**{**values, **changes})
+
+
+def chosen(*texts: str) -> list[tuple[int, int, int, float]]:
+    return [
+        (c.num_blocks, c.given.block_size, c.given.max_num_seqs, c.load)
+        for c in choices(parse_variations(texts), given(), 100)
+    ]
+
+
+def test_every_combination_is_a_choice_in_the_order_in_which_they_are_listed() -> None:
+    found = chosen("num-blocks=50,200", "block_size=8,16", "load=2x")
+    assert found == [(50, 8, 64, 2.0), (50, 16, 64, 2.0), (200, 8, 64, 2.0), (200, 16, 64, 2.0)]
+
+
+def test_a_factor_is_of_the_memory_and_another_block_size_leaves_it_as_large() -> None:
+    assert chosen("num-blocks=0.5x,1x,2x") == [(n, 16, 64, 1.0) for n in (50, 100, 200)]
+    assert chosen("block-size=8,16,32,64") == [
+        (1600 // size, size, 64, 1.0) for size in (8, 16, 32, 64)
+    ]
+    assert chosen("num-blocks=2x", "block-size=64") == [(50, 64, 64, 1.0)]
+    assert chosen("num-blocks=100", "block-size=64") == [(100, 64, 64, 1.0)]
+
+
+def test_other_counts_take_numbers_and_factors() -> None:
+    assert [seats for _, _, seats, _ in chosen("max-num-seqs=8,0.5x,1x,.001x")] == [8, 32, 64, 1]
+
+
+def test_switches_and_shares_are_set() -> None:
+    variations = parse_variations(["prefix_caching=on,off", "watermark=0,0.5"])
+    found = [(c.given.prefix_caching, c.given.watermark) for c in choices(variations, given(), 100)]
+    assert found == [(True, 0.0), (True, 0.5), (False, 0.0), (False, 0.5)]
+
+
+def test_the_values_without_any_variation_choose_what_was_given() -> None:
+    variations = parse_variations([f"{name}=1x" for name in NAMES if name[-3:] in ("cks", "ize")])
+    variations += parse_variations(["prefix-caching=off", "watermark=0.5", "load=3x"])
+    values = base_values(variations, given(), 100)
+    again = parse_variations([f"{v.name}={value}" for v, value in zip(variations, values)])
+    [choice] = choices(again, given(), 100)
+    assert choice.given == given() and choice.num_blocks == 100 and choice.load == 1.0
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["num-blocks"], "give NAME=VALUE,VALUE, such as num-blocks=0.5x,1x,2x"),
+        (["num-blocks="], "give NAME=VALUE,VALUE"),
+        (["num-blocks=1x,,2x"], "give NAME=VALUE,VALUE"),
+        (["colour=red"], "'colour' cannot be varied: use one of num-blocks, block-size"),
+        (["load=2x", "load=3x"], "--what-if load is given twice"),
+        (["load=2x,2x"], "a value is listed twice"),
+        (["load=2"], "'2' is no factor: give one such as 2x"),
+        (["load=0x"], "'0x' is no factor"),
+        (["block-size=0"], "'0' is no count"),
+        (["block-size=-8"], "'-8' is no count"),
+        (["num-blocks=many"], "'many' is no count: give a number such as 64, or a factor"),
+        (["num-blocks=0.001x"], "1,600 slots have no room for a block of 16 tokens"),
+        (["prefix-caching=maybe"], "'maybe' is neither on nor off"),
+        (["watermark=low"], "'low' is no number"),
+        (
+            [f"{name}={','.join(map(str, range(1, 12)))}" for name in NAMES[:3]],
+            "asks for 1,331 combinations: give at most 1,000",
+        ),
+    ],
+)
+def test_what_cannot_be_varied_is_refused_by_name(texts: list[str], message: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        list(choices(parse_variations(texts), given(), 100))
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_each_choice_is_the_simulation_with_those_options(
+    numbers: Callable[..., dict[str, Any]],
+) -> None:
+    found = numbers(*TRAFFIC, "--what-if", "num-blocks=0.5x,1x", "--what-if", "block-size=8,16")
+    rows = found["choices"]
+    assert [tuple(row["values"].values()) for row in rows] == [
+        ("0.5x", "8"),
+        ("0.5x", "16"),
+        ("1x", "8"),
+        ("1x", "16"),
+    ]
+    assert [row["is_base"] for row in rows] == [False, False, False, True]
+    for row in rows:
+        sizes = ["--num-blocks", str(row["num_blocks"]), "--block-size", str(row["block_size"])]
+        alone = numbers("--scheme", "paged", *TRAFFIC[:4], "--no-report", *sizes)
+        [paged] = alone["schemes"]
+        assert {key: row[key] for key in paged if key in row} == {
+            key: paged[key] for key in paged if key in row
+        }
+        assert row["waste"] == pytest.approx(1 - paged["filled_share"])
+    assert rows[0]["preemptions"] != rows[2]["preemptions"]
+
+
+def test_settings_as_they_were_come_first_where_no_choice_is_just_these(
+    numbers: Callable[..., dict[str, Any]],
+) -> None:
+    found = numbers(*TRAFFIC, "--what-if", "load=2x")
+    assert [row["values"] for row in found["choices"]] == [{"load": "1x"}, {"load": "2x"}]
+    assert [row["is_base"] for row in found["choices"]] == [True, False]
+    assert found["choices"][0]["num_blocks"] == 700
+
+
+def test_requests_that_come_faster_wait_longer(numbers: Callable[..., dict[str, Any]]) -> None:
+    slow, fast = numbers(*TRAFFIC, "--what-if", "load=1x,100x")["choices"]
+    assert fast["ttft_s"]["p99"] > slow["ttft_s"]["p99"]
+
+
+def test_every_key_is_documented_and_every_documented_key_is_written(
+    numbers: Callable[..., dict[str, Any]],
+) -> None:
+    found = numbers(*TRAFFIC, "--what-if", "num-blocks=5,1x")
+    assert found["choices"][0]["refused"]  # with so few that requests are refused
+
+    def paths(value: Any, path: str) -> set[str]:
+        if isinstance(value, dict) and path not in ("settings", "choices[].values"):
+            inner = [paths(item, f"{path}.{key}" if path else key) for key, item in value.items()]
+            return set().union(*inner)
+        if isinstance(value, dict):
+            return {f"{path}.*"}
+        if isinstance(value, list):
+            return set().union(*[paths(item, f"{path}[]") for item in value])
+        return {path}
+
+    written = paths(found, "")
+    assert written | {"remarks[]"} == set(KEYS)
+
+
+def test_a_recorded_run_at_its_own_settings_is_the_base(
+    numbers: Callable[..., dict[str, Any]],
+) -> None:
+    keys = [f"{i:032x}" for i in range(8)]
+    line = {
+        "prompt_tokens": 60,
+        "output_tokens": 4,
+        "prefix_granularity": 8,
+        "covers_output": True,
+        "prefix_ids": keys,
+    }
+    settings = {"num-blocks": 9, "block-size": 8, "max-num-seqs": 3}
+    lines = [
+        line | {"arrival_s": float(i), "arrival_step": i, "request": i, "sample": 0}
+        for i in range(4)
+    ]
+    lines[0] |= {"engine": settings}
+    Path("run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for by_step in ((), ("--by-step",)):
+        found = numbers("run.jsonl", *by_step, "--no-report", "--what-if", "num_blocks=1x,4x")
+        alone = numbers("run.jsonl", *by_step, "--no-report", "--scheme", "paged")
+        base, more = found["choices"]
+        assert base["is_base"] and base["num_blocks"] == 9 and base["block_size"] == 8
+        assert base["preemptions"] == alone["schemes"][0]["preemptions"]
+        assert base["ttft_s"] == alone["schemes"][0]["ttft_s"]
+        assert more["num_blocks"] == 36
+        assert (more["running_peak"] > base["running_peak"]) == bool(by_step)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--scheme", "reserve-max"], "--what-if asks about paged memory"),
+        (["--placement", "buddy"], "--placement changes nothing on paged memory"),
+        (["--preset", "pagedattention-paper"], "leave out --requests, --what-if"),
+        (["--num-blocks", "2"], "no request was served"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    status = main.run(["simulate", "--requests", "9", "--what-if", "load=2x", *arguments])
+    assert status == 2
+    out, err = capsys.readouterr()
+    assert message in err and err.count("\n") == 1 and out == ""
+    assert list(Path().iterdir()) == []
+
+
+def test_the_table_fits_80_columns_and_marks_how_it_was(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    varied = ["--what-if", "num-blocks=0.5x,1x,2x", "--what-if", "block-size=8,16"]
+    assert main.run(["simulate", *TRAFFIC, *varied, "--what-if", "load=1x,2x"]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in out
+    [base] = [line for line in lines if line.startswith("*") and "as it was" not in line]
+    assert base.split()[1:5] == ["1x", "16", "1x", "700"]
+    assert "As it was (num-blocks 1x, block-size 16, load 1x): " in out
+
+
+def test_the_report_and_the_json_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*TRAFFIC[:-1], "--what-if", "block-size=8,16"]
+    assert main.run(["simulate", *arguments, "--json", "a.json", "--report", "a.html"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "Wrote a.json",
+        "Wrote a.html: open it in a browser",
+    ]
+    assert "What if" in Path("a.html").read_text(encoding="utf-8")
+    assert json.loads(Path("a.json").read_text())["format"] == "pagedkv-what-if"
+
+
+def test_the_example_on_the_page_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "what-if.md").read_text(encoding="utf-8")
+    example = page.partition("## An example")[2]
+    command = re.search(r"^```sh\npagedkv (.*?)```", example, re.S | re.M)
+    printed = re.search(r"^```text\n(.*?)```", example, re.S | re.M)
+    assert command is not None and printed is not None
+    assert main.run(shlex.split(command[1])) == 0
+    out = capsys.readouterr().out
+    assert [line.rstrip() for line in out.splitlines()] == printed[1].splitlines()

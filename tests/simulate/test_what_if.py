@@ -1,0 +1,181 @@
+"""Settings compared: the sentences, and the page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from models.browser import CHROMIUM, Browser
+from models.sample_results import sample_result
+from pagedkv.simulate.metrics import METRICS, WASTE, show_metric
+from pagedkv.simulate.results import WhatIfResult, WhatIfRow
+from pagedkv.simulate.what_if import COLUMNS, columns_of, sentences
+from pagedkv.simulate.what_if_report import MOST_LINES, what_if_html, write_what_if_report
+
+PAGED = sample_result(num_requests=20, schemes=("paged",)).schemes[0]
+EVIL = "</title></script><script>window.taken=1</script><img src=x onerror='window.taken=1'>"
+
+
+def made(*rows: WhatIfRow, names: tuple[str, ...] = ("num-blocks", "block-size")) -> WhatIfResult:
+    return WhatIfResult(
+        command="pagedkv simulate run.jsonl --what-if num-blocks=1x,2x",
+        settings={"num-blocks": 100, "block-size": 16},
+        trace_name="run.jsonl",
+        trace_format="recorded",
+        num_requests=20,
+        num_answers=20,
+        prompt_tokens=1_000,
+        output_tokens=100,
+        num_blocks=100,
+        block_size=16,
+        bytes_per_token=None,
+        names=names,
+        rows=rows,
+        remarks=("a remark",),
+    )
+
+
+def row(blocks: int, size: int, *, is_base: bool = False, **changes: object) -> WhatIfRow:
+    scheme = replace(PAGED, **{"refused": (), **changes})  # type: ignore[arg-type]
+    return WhatIfRow((f"{blocks}", f"{size}"), blocks, size, scheme, is_base)
+
+
+RESULT = made(
+    row(50, 16, hit_rate_first=0.1, preemptions=7),
+    row(50, 32, hit_rate_first=0.2, preemptions=5),
+    row(100, 16, hit_rate_first=0.3, preemptions=2, is_base=True),
+    row(100, 32, hit_rate_first=0.5, preemptions=0),
+    row(300, 16, hit_rate_first=0.5, preemptions=0),
+)
+HTML = what_if_html(RESULT)
+
+
+def figures(html: str):
+    return json.loads(re.search(r'id="figures">(.*?)</script>', html, re.S).group(1))
+
+
+def readable(html: str) -> str:
+    html = re.sub(r"<(script|style)\b.*?</\1>", "", html, flags=re.S)
+    return unescape(" ".join(re.sub(r"<[^>]+>", "", html).split()))
+
+
+def test_the_sentences_tell_how_it_was_what_is_best_and_how_little_does() -> None:
+    first, best, fastest, least = sentences(RESULT)
+    assert first.startswith("As it was (num-blocks 100, block-size 16): 30.0 % of the prompt")
+    assert best == "The highest hit rate, 50.00 %, comes with num-blocks 100, block-size 32."
+    assert fastest.endswith("comes as it was.")  # no other is faster
+    assert least == (
+        "The least memory without a preemption is 100 blocks of 32 tokens (num-blocks 100, "
+        "block-size 32)."
+    )
+
+
+def test_memory_that_is_as_large_but_for_a_rounding_is_told_as_it_was() -> None:
+    rows = (row(1_000, 16, preemptions=0), row(1_001, 16, preemptions=0, is_base=True))
+    assert "is 1,001 blocks of 16 tokens" in sentences(made(*rows))[-1]
+
+
+def test_a_choice_that_refuses_requests_is_never_the_best() -> None:
+    greedy = row(9, 16, hit_rate_first=0.9, preemptions=0, refused=("request 3: too long",))
+    told = sentences(replace(RESULT, rows=(greedy, *RESULT.rows)))
+    assert told == sentences(RESULT)
+
+
+def test_columns_without_any_number_are_left_out() -> None:
+    without = replace(
+        RESULT,
+        rows=tuple(replace(r, scheme=replace(r.scheme, hit_rate_first=None)) for r in RESULT.rows),
+    )
+    assert columns_of(RESULT) == list(COLUMNS)
+    assert columns_of(without) == list(COLUMNS[1:])
+    assert "hit" not in sentences(without)[0]
+    assert "hit-rate-first" not in figures(what_if_html(without))
+
+
+def test_waste_is_what_is_not_filled() -> None:
+    filled = next(metric for metric in METRICS if metric.key == "filled_share")
+    assert WASTE.read(PAGED) == pytest.approx(1 - filled.read(PAGED))
+    empty = replace(PAGED, share={**dict.fromkeys(PAGED.share, 0.0), "free": 1.0})
+    assert WASTE.read(empty) is None
+
+
+def test_every_number_of_every_choice_is_in_the_page_as_text() -> None:
+    rows = [
+        [unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", line)]
+        for line in re.findall(r"<tr><th scope=row[^>]*>(.*?</tr>)", HTML)
+    ]
+    for choice in RESULT.rows:
+        shown = [show_metric(metric, choice.scheme) for metric in COLUMNS]
+        assert [*choice.values, f"{choice.num_blocks:,}", *shown] in rows
+
+
+def test_the_charts_have_a_line_for_each_other_setting_and_the_base_on_top() -> None:
+    drawn = figures(HTML)
+    assert set(drawn) == {"hit-rate-first", "waste", "preemptions", "ttft-s-p99"}
+    *lines, base = drawn["preemptions"]["data"]
+    assert [(line["name"], line["x"], line["y"]) for line in lines] == [
+        ("block-size 16", ["50", "100", "300"], [7, 2, 0]),
+        ("block-size 32", ["50", "100"], [5, 0]),
+    ]
+    assert (base["x"], base["y"]) == (["100"], [2])
+
+
+def test_more_lines_than_can_be_told_apart_are_left_out_and_said() -> None:
+    rows = [row(blocks, size) for size in range(1, 9) for blocks in (*range(10, 19), 20)]
+    result = made(replace(rows[0], is_base=True), *rows[1:])
+    html = what_if_html(result)
+    assert len(figures(html)["waste"]["data"]) == MOST_LINES + 1
+    assert f"The first {MOST_LINES} of 8 lines." in readable(html)
+
+
+def test_what_comes_from_the_user_is_shown_and_not_run() -> None:
+    html = what_if_html(
+        replace(
+            RESULT,
+            trace_name=EVIL,
+            trace_format=EVIL,
+            command=EVIL,
+            settings={EVIL: EVIL},
+            names=(EVIL, EVIL),
+            remarks=(EVIL,),
+            rows=(replace(RESULT.base, values=(EVIL, EVIL)),),
+        )
+    )
+    assert "<script>window" not in html and "<img" not in html
+    assert EVIL in unescape(html)
+
+
+def test_the_page_is_whole_in_itself() -> None:
+    assert "default-src 'none'" in HTML and "://" not in HTML
+    ids = re.findall(r'\bid="([^"]+)"', HTML)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'href="#([^"]+)"', HTML)) <= set(ids)
+    assert what_if_html(RESULT) == HTML
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as started:
+        yield started
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390], ids=["laptop", "phone"])
+def test_the_page_is_drawn_without_an_error(
+    browser: Browser, tmp_path: Path, width: int, dark: bool
+) -> None:
+    path = tmp_path / "what-if.html"
+    write_what_if_report(RESULT, path)
+    browser.open(path, width=width, height=900, dark=dark, touch=width < 500)
+    assert browser.errors == []
+    assert browser.evaluate("document.documentElement.dataset.charts") == "drawn"
+    drawn = "[...document.querySelectorAll('.chart')].filter(c => c.querySelector('.main-svg'))"
+    assert browser.evaluate(f"{drawn}.length") == len(figures(HTML))
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
