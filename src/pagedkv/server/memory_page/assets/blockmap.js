@@ -39,6 +39,8 @@ export class BlockMap {
       this.#age();
     }
     const order = this.#selectedOrder();
+    if ((order === undefined) !== this.isWhole) this.isAllStale = true; // the selected one ended
+    this.isWhole = order === undefined;
     if (this.isAllStale) {
       this.context.clearRect(0, 0, this.geometry.width, this.geometry.height);
       for (let block = 0; block < this.memory.numBlocks; block += 1) this.#drawCell(block, order);

@@ -18,7 +18,7 @@ export class Geometry {
 
   #columns(width, cell) {
     const fit = Math.max(1, Math.floor(width / cell));
-    return fit >= 16 ? fit - (fit % 8) : fit;
+    return fit - (fit % (fit >= 64 ? 16 : fit >= 32 ? 8 : fit >= 16 ? 4 : 1));
   }
 
   x(index) {

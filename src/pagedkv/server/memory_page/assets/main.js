@@ -79,7 +79,7 @@ function layOut() {
   regions.layOut(map.geometry);
   pointing.layOut();
   charts.draw();
-  requestDrawing();
+  draw(performance.now()); // at once: a canvas of another size is empty
 }
 
 function take(message) {

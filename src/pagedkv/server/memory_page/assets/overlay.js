@@ -43,10 +43,13 @@ export class Overlay {
     context.clearRect(-MARGIN, -MARGIN, width + 2 * MARGIN, height + 2 * MARGIN);
     this.#drawWay();
     this.flashes = this.flashes.filter(({ endMs }) => endMs > nowMs);
+    const { cell } = this.map.geometry;
+    const farthest = Math.min(MARGIN - 2, Math.max(2, cell / 4));
+    const thickness = cell < 8 ? 1.5 : 2;
     for (const { kind, block, endMs } of this.flashes) {
       const left = (endMs - nowMs) / FLASH_MS;
       this.#ring(block, this.colours[FLASHES[kind].colour], still.matches ? 1 : left,
-        still.matches ? 2 : 1 + 5 * (1 - left), 2.5);
+        still.matches ? 1 : farthest * (1 - left), thickness);
     }
     if (this.pointed !== undefined) this.#ring(this.pointed, this.colours.ink, 1, 1, 2);
     context.globalAlpha = 1;

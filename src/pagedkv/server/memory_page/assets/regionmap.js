@@ -30,6 +30,9 @@ export class RegionMap {
   draw() {
     if (!this.geometry) return;
     const { kinds, names, begins } = this;
+    const isFaded = this.selected !== undefined && this.memory.byName(this.selected) !== undefined;
+    if (isFaded !== this.isFaded) this.isAllStale = true;
+    this.isFaded = isFaded;
     this.#fill();
     for (let cell = 0; cell < kinds.length; cell += 1) {
       if (this.isAllStale || kinds[cell] !== this.kinds[cell] || names[cell] !== this.names[cell] ||
@@ -63,7 +66,7 @@ export class RegionMap {
     const x = geometry.x(cell), y = geometry.y(cell);
     const name = this.names[cell], kind = this.kinds[cell];
     context.clearRect(x, y, geometry.cell, geometry.cell);
-    context.globalAlpha = this.selected !== undefined && name !== this.selected ? 0.22 : 1;
+    context.globalAlpha = this.isFaded && name !== this.selected ? 0.22 : 1;
     context.fillStyle = colours.free;
     context.fillRect(x, y, size, size);
     if (kind === TOKENS) {

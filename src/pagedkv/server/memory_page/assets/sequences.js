@@ -54,7 +54,6 @@ export class SequenceList {
     });
     button.style.setProperty("--swatch", this.colours.sequence(sequence.name));
     const cells = Array.from({ length: 7 }, () => element("td"));
-    cells[0].className = "words";
     const made = element("tr", {}, element("th", { scope: "row" }, button), ...cells);
     const row = { element: made, button, cells };
     this.rows.set(sequence.name, row);
