@@ -377,10 +377,17 @@ def process(command: list[str], url: str) -> Iterator[None]:
 
 def save_model(model: str, folder: str) -> None:
     """The model and its tokenizer as a folder in float32, which both servers read."""
+    from transformers import AutoModelForCausalLM
+
     from pagedkv.engine.loading import ModelSource, load_model, load_tokenizer
 
     source = ModelSource.parse(model)
-    load_model(source, "float32").save_pretrained(folder)
+    loaded = load_model(source, "float32")
+    if hasattr(loaded.config, "quantization_config"):  # it is none any more, and cannot be saved
+        del loaded.config.quantization_config
+    plain = AutoModelForCausalLM.from_config(loaded.config, dtype="float32")
+    plain.load_state_dict(loaded.state_dict())
+    plain.save_pretrained(folder)
     load_tokenizer(source).save_pretrained(folder)
 
 

@@ -19,7 +19,9 @@ import openai
 from models.tiny_server import MODEL, TinyServer, tiny_server
 from pagedkv.server.limits import ServerLimits
 
-LIMITS = ServerLimits(max_body_bytes=20_000, body_s=0.5, idle_s=1.0, max_connections=24)
+LIMITS = ServerLimits(
+    max_body_bytes=20_000, body_s=0.5, idle_s=1.0, max_connections=24, stuck_s=0.5
+)
 JSON = {"Content-Type": "application/json"}
 
 
@@ -168,6 +170,29 @@ def test_idle_connections_are_bounded_closed_and_logged_once(
         connection.close()
     assert sum("connections" in record.message for record in caplog.records) == 1
     server.client().completions.create(model=MODEL, prompt="Hi", max_tokens=2)
+
+
+def test_a_client_that_never_reads_is_hung_up_on_and_its_blocks_come_back(
+    server: TinyServer,
+) -> None:
+    with connect(server) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = json.dumps(
+            {
+                "prompt": [[5 + i, 6] for i in range(16)],
+                "max_tokens": 500,
+                "logprobs": 20,
+                "stream": True,
+                "ignore_eos": True,
+            }
+        ).encode()
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        server.wait_until(lambda: server.used_blocks > 0)
+        server.wait_until(lambda: not server.server.server_state.connections)
+    server.wait_until(lambda: not server.serving.exchanges and server.used_blocks == 0)
 
 
 def test_what_is_no_http_is_answered_and_logged_once(

@@ -375,6 +375,11 @@ def test_what_openais_clients_send_besides_is_accepted(server: TinyServer) -> No
         ({"stream_options": {"include_usage": True}}, "for streams", "stream_options"),
         ({"extra_body": {"tempertaure": 1}}, "no such field", "tempertaure"),
         ({"extra_body": {"continue_final_message": True}}, "add_generation_prompt", None),
+        (
+            {"extra_body": {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}},
+            "no variable of the template",
+            "chat_template_kwargs",
+        ),
         ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias"),
         ({"extra_body": {"cache_salt": ""}}, "cache_salt", "cache_salt"),
         ({"seed": "x"}, "seed", "seed"),
@@ -412,6 +417,23 @@ def test_a_prompt_that_never_fits_is_refused_with_the_numbers() -> None:
             small.client().completions.create(model=MODEL, prompt=[[6] * 5, [5] * 35], max_tokens=9)
         small.wait_until(lambda: small.used_blocks == 0)
         small.llm.verify()
+
+
+def test_a_last_message_can_be_continued_and_a_template_has_variables(server: TinyServer) -> None:
+    begun: list[Any] = [*HELLO, {"role": "assistant", "content": "Hi, I"}]
+    answer = server.client().chat.completions.create(
+        model=MODEL,
+        messages=begun,
+        max_tokens=6,
+        temperature=0,
+        extra_body={
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+            "chat_template_kwargs": {"anything": 1},
+        },
+    )
+    said = says(server, "<user>Hello<assistant>Hi, I", 6)
+    assert answer.choices[0].message.content == said
 
 
 def test_another_model_is_not_found(server: TinyServer) -> None:

@@ -23,20 +23,22 @@ async def completion_prompts(
 
     Raises `ApiError`.
     """
-    found: list[list[int]] = []
-    texts: list[str] = []
-    for prompt in body.prompts:
-        if isinstance(prompt, str):
-            ids = await reader.text(
-                prompt, param="prompt", add_special_tokens=body.add_special_tokens
-            )
-        else:
-            ids = reader.checked(prompt, "prompt")
-        found.append(ids)
-        if body.echo:
-            texts.append(
-                prompt if isinstance(prompt, str) else await reader.decoded(prompt, "prompt")
-            )
+    prompts = body.prompts
+    found = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    if not found:
+        found = await reader.texts(
+            [prompt for prompt in prompts if isinstance(prompt, str)],
+            param="prompt",
+            add_special_tokens=body.add_special_tokens,
+        )
+    for ids in found:
+        reader.checked(ids, "prompt")
+    texts = []
+    if body.echo:
+        texts = [
+            prompt if isinstance(prompt, str) else await reader.decoded(prompt, "prompt")
+            for prompt in prompts
+        ]
     return found, texts
 
 

@@ -30,6 +30,7 @@ def bounded_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             self._idle_timer: asyncio.TimerHandle | None = None
+            self._stuck_timer: asyncio.TimerHandle | None = None
             self._head_bytes = 0
 
         def connection_made(self, transport: Any) -> None:
@@ -62,9 +63,20 @@ def bounded_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
             self._stop_timer()
             super().on_headers_complete()
 
+        def pause_writing(self) -> None:
+            """The client does not read as fast as it is written to."""
+            super().pause_writing()
+            self._stuck_timer = self.loop.call_later(limits.stuck_s, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            """It reads again."""
+            self._stop_stuck_timer()
+            super().resume_writing()
+
         def connection_lost(self, exc: Exception | None) -> None:
             """It is gone."""
             self._stop_timer()
+            self._stop_stuck_timer()
             super().connection_lost(exc)
 
         _is_in_head = True
@@ -73,6 +85,11 @@ def bounded_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
             if self._idle_timer is not None:
                 self._idle_timer.cancel()
                 self._idle_timer = None
+
+        def _stop_stuck_timer(self) -> None:
+            if self._stuck_timer is not None:
+                self._stuck_timer.cancel()
+                self._stuck_timer = None
 
         def _refuse(self, status: int, reason: bytes, header: bytes) -> None:
             self.transport.write(

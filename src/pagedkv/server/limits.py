@@ -36,6 +36,8 @@ class ServerLimits:
     """Open connections, idle ones included; past it 503."""
     idle_s: float = 30.0
     """Seconds that a connection may be open without a request under way."""
+    stuck_s: float = 60.0
+    """Seconds that a client may read nothing while there is something to read."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

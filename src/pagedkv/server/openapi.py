@@ -39,10 +39,12 @@ _OF_BODIES = {
 def describe_errors(app: FastAPI) -> None:
     """Let the application's document tell its own errors instead of FastAPI's."""
 
+    found: dict[str, Any] = {}
+
     def described() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = _described(app)
-        return app.openapi_schema
+        if not found:
+            found.update(_described(app))
+        return found
 
     app.openapi = described
 

@@ -14,6 +14,15 @@ from pagedkv.server.errors import ApiError
 _SHORT = 2_000
 """Characters that are tokenized in less time than it takes to ask another thread."""
 
+_NO_VARIABLES = frozenset(
+    {
+        *("chat_template", "conversation", "tools", "documents", "tokenize", "padding"),
+        *("truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+        *("return_assistant_tokens_mask", "add_generation_prompt", "continue_final_message"),
+    }
+)
+"""What else the method that fills in a template takes; a template of a client's own among it."""
+
 Found = TypeVar("Found")
 
 
@@ -33,20 +42,21 @@ class PromptReader:
         """Whether there is text at all."""
         return self._tokenizer is not None
 
-    async def text(self, text: str, *, param: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text. Raises `ApiError`."""
-        return self.checked(await self.tokens_of(text, param, add_special_tokens), param)
-
-    async def tokens_of(self, text: str, param: str, add_special_tokens: bool) -> list[int]:
-        """The token ids of a text, however many."""
+    async def texts(
+        self, texts: Sequence[str], *, param: str, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """The token ids of each text, however many. Raises `ApiError`."""
         tokenizer = self._needed(param)
-        _check_unicode(text, param)
+        for text in texts:
+            _check_unicode(text, param)
 
-        def tokenize() -> list[int]:
-            found = tokenizer(text, add_special_tokens=add_special_tokens)
-            return list(found["input_ids"])
+        def tokenize() -> list[list[int]]:
+            return [
+                list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+                for text in texts
+            ]
 
-        return await self._run(len(text), tokenize)
+        return await self._run(sum(map(len, texts)), tokenize)
 
     async def chat(
         self,
@@ -58,6 +68,13 @@ class PromptReader:
     ) -> list[int]:
         """The token ids of a chat, however many. Raises `ApiError`."""
         tokenizer = self._needed("messages")
+        for name in template_arguments or ():
+            if name in _NO_VARIABLES:
+                raise ApiError(
+                    400,
+                    f"chat_template_kwargs has {name!r}, which is no variable of the template",
+                    param="chat_template_kwargs",
+                )
         for message in messages:
             for text in message.values():
                 _check_unicode(text, "messages")

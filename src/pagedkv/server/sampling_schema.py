@@ -22,6 +22,11 @@ from pagedkv.server.limits import (
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
+def _told(**limits: float) -> Any:
+    """Limits for the document alone. `SamplingParams` checks them, in words of its own."""
+    return Field(json_schema_extra=limits)
+
+
 class StreamOptions(BaseModel):
     """What a stream says besides the text."""
 
@@ -37,22 +42,22 @@ class SamplingFields(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    n: Annotated[int | None, _told(minimum=1)] = None
+    max_tokens: Annotated[int | None, _told(minimum=1)] = None
+    temperature: Annotated[float | None, _told(minimum=0)] = None
+    top_p: Annotated[float | None, _told(exclusiveMinimum=0, maximum=1)] = None
+    presence_penalty: Annotated[float | None, _told(minimum=-2, maximum=2)] = None
+    frequency_penalty: Annotated[float | None, _told(minimum=-2, maximum=2)] = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
     seed: int | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    top_k: Annotated[int | None, _told(minimum=-1)] = None
+    min_p: Annotated[float | None, _told(minimum=0, maximum=1)] = None
+    repetition_penalty: Annotated[float | None, _told(exclusiveMinimum=0)] = None
+    min_tokens: Annotated[int | None, _told(minimum=0)] = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None

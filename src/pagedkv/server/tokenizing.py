@@ -26,8 +26,10 @@ def add_tokenizing(app: FastAPI, serving: Serving, reader: PromptReader) -> None
                 template_arguments=body.chat_template_kwargs,
             )
         else:
-            ids = await reader.tokens_of(
-                body.prompt or "", "prompt", body.add_special_tokens is not False
+            [ids] = await reader.texts(
+                [body.prompt or ""],
+                param="prompt",
+                add_special_tokens=body.add_special_tokens is not False,
             )
         return json_response(
             {

@@ -1,0 +1,180 @@
+"""The memory page's endpoints: who is told what, when, and that nothing is done for nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs the extra [server]")
+pytest.importorskip("uvicorn", reason="needs the extra [server]")
+httpx = pytest.importorskip("httpx", reason="needs httpx")
+
+from models.memory_messages import read_messages
+from models.still_server import StillServer
+from pagedkv.server.memory_page.changes import Changes, Differ
+from pagedkv.server.memory_page.endpoints import FILES
+from pagedkv.server.memory_page.picture import Picture
+from pagedkv.server.memory_page.watch import MAX_WATCHERS
+
+Message = tuple[dict[str, Any], dict[str, Any]]
+
+
+@contextlib.contextmanager
+def watching(server: StillServer, **headers: str) -> Iterator[Iterator[Message]]:
+    with httpx.stream("GET", f"{server.url}/memory/stream", headers=headers, timeout=60) as answer:
+        assert answer.status_code == 200
+        yield read_messages(answer.iter_raw())
+
+
+@pytest.fixture
+def server() -> Iterator[StillServer]:
+    with StillServer().running() as made:
+        yield made
+
+
+def test_a_watcher_is_told_the_whole_and_then_what_changes(server: StillServer) -> None:
+    server.scheduler.add([1, 2, 3, 4, 5], max_new_tokens=8)
+    server.step()
+    with watching(server) as messages:
+        facts, arrays = next(messages)
+        assert facts["kind"] == "whole"
+        assert facts["memory"]["num_blocks"] == 64 and facts["memory"]["block_size"] == 4
+        picture = Picture(64, *server.scheduler.arrays.memory.tables.entries.shape)
+        picture.apply(Changes(arrays["blocks"], arrays["tables"], arrays["sequences"]))
+        assert picture.blocks[:3, 1].tolist() == [1, 1, 0]
+        assert arrays["regions_longest"].tolist() == [[0, 64, 0]]
+        assert arrays["regions_limit"].tolist() == [[0, 12, 0]]
+        for _ in range(4):
+            server.step()
+        while picture.sequences[0, 5] < 10:
+            facts, arrays = next(messages)
+            assert facts["kind"] == "changes"
+            picture.apply(Changes(arrays["blocks"], arrays["tables"], arrays["sequences"]))
+        assert picture.tables[0, :3].tolist() == [0, 1, 2]
+        assert facts["counters"]["output_tokens"] == 5
+
+
+def test_what_steps_did_between_two_looks_is_told_together(server: StillServer) -> None:
+    with watching(server) as messages:
+        next(messages)
+        server.scheduler.add([1, 2, 3, 4, 5], max_new_tokens=8, num_samples=2)
+        server.step()
+        server.step()
+        told: list[list[int]] = []
+        while len(told) < 3:
+            _, arrays = next(messages)
+            told += arrays["happenings"].tolist()
+        assert [row[0] for row in told] == [0, 1, 2]
+
+
+def test_nothing_is_looked_at_while_nobody_watches(
+    server: StillServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    look = Differ.look
+
+    def counted(self: Differ, *arguments: Any, **options: Any) -> Changes:
+        looks.append(1)
+        return look(self, *arguments, **options)
+
+    monkeypatch.setattr(Differ, "look", counted)
+    server.scheduler.add([1, 2, 3], max_new_tokens=30)
+    for _ in range(5):
+        server.step()
+    assert not looks
+    with watching(server) as messages:
+        next(messages)
+    during = len(looks)
+    assert during
+    [watcher] = server.watchers
+    watch = watcher.__self__  # type: ignore[attr-defined]
+    while watch._looking is not None and not watch._looking.done():
+        time.sleep(0.01)
+    during = len(looks)
+    for _ in range(5):
+        server.step()
+    assert len(looks) == during and watch._session is None
+
+
+def test_a_look_that_fails_ends_the_stream_and_the_steps_go_on(
+    server: StillServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with watching(server) as messages:
+        next(messages)
+
+        def failing(*_: Any, **__: Any) -> Changes:
+            raise ValueError("no look")
+
+        monkeypatch.setattr(Differ, "look", failing)
+        server.scheduler.add([1, 2, 3], max_new_tokens=30)
+        server.step()
+        for _ in messages:
+            server.step()
+    assert "watching the memory failed: no look" in caplog.text
+    server.step()
+
+
+def test_more_pages_than_may_watch_are_refused_until_one_leaves(server: StillServer) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_WATCHERS):
+            next(stack.enter_context(watching(server)))
+        refused = httpx.get(f"{server.url}/memory/stream")
+        assert refused.status_code == 429 and refused.headers["Retry-After"]
+        assert refused.json()["error"]["code"] == "too_many_watchers"
+    for _ in range(500):
+        with httpx.stream("GET", f"{server.url}/memory/stream") as answer:
+            if answer.status_code == 200:
+                break
+        time.sleep(0.01)
+    else:
+        raise AssertionError("nobody could watch again")
+
+
+def test_one_who_does_not_read_is_told_the_whole_again(server: StillServer) -> None:
+    [watcher] = server.watchers
+    watch = watcher.__self__  # type: ignore[attr-defined]
+    with watching(server) as messages:
+        next(messages)
+        [behind] = watch._watchers
+        ready = threading.Event()
+
+        async def stop_reading() -> None:
+            behind.news.clear()
+            behind.mailbox.extend([b""] * 20)  # what it did not take
+            ready.set()
+
+        watch._session._loop.call_soon_threadsafe(
+            lambda: watch._session._loop.create_task(stop_reading())
+        )
+        assert ready.wait(60)
+        assert any(facts["kind"] == "whole" for facts, _ in (next(messages) for _ in range(4)))
+
+
+def test_the_page_is_open_and_the_stream_is_for_those_with_a_key() -> None:
+    with StillServer(keys=("sesame",)).running() as server:
+        for path in FILES:
+            assert httpx.get(server.url + path).status_code == 200
+        assert httpx.get(f"{server.url}/memory/stream").status_code == 401
+        with watching(server, Authorization="Bearer sesame") as messages:
+            assert next(messages)[0]["kind"] == "whole"
+
+
+def test_the_page_may_load_nothing_from_elsewhere_and_stand_in_no_frame(
+    server: StillServer,
+) -> None:
+    answer = httpx.get(f"{server.url}/memory")
+    assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+    policy = answer.headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy and "http" not in policy
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_the_colours_are_those_of_the_simulators_report(server: StillServer) -> None:
+    palette = httpx.get(f"{server.url}/memory/palette.css").text
+    assert "--cached: #009E73" in palette and "--shared: #CC79A7" in palette
