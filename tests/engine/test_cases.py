@@ -61,6 +61,9 @@ def test_a_preempted_sequence_finds_its_own_blocks_again_and_keeps_its_sampled_t
     statistics = running.scheduler.statistics()
     assert statistics.preemptions == 1
     assert statistics.recomputed_tokens == 8  # of the 16 that it lost
+    assert second.num_cached_tokens == 0  # when it first came
+    told = running.statistics()
+    assert (told.readmitted_tokens, told.readmitted_hit_tokens) == (17, 8)
     assert tokens_of(first) == says(prompt(1, 8), 16)
     assert tokens_of(second) == says(prompt(2, 8), 20)
 
@@ -211,6 +214,40 @@ def test_log_probabilities_of_a_prompt_are_right_although_it_is_cached(budget: i
         assert entry.logprob == pytest.approx(float(row[token]), abs=1e-3)
         assert entry.top[0][0] == int(row.argmax())
     assert tokens_of(request) == says(ids, 8)
+
+
+def test_log_probabilities_of_a_prompt_are_told_once_although_part_of_it_is_computed_twice() -> (
+    None
+):
+    running = engine(8, budget=3, seats=2)
+    old, ids = prompt(2, 4), prompt(1, 20)
+    running.add(old, greedy(20))
+    request = running.add(ids, greedy(2, prompt_logprobs=0))
+    running.finish_all()
+    assert request.num_preemptions == 1
+    found = request.generation().prompt_logprobs
+    with torch.no_grad():
+        expected = _models()[0](torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert found is not None and len(found) == len(ids)
+    for row, token, entry in zip(expected, ids[1:], found[1:], strict=False):
+        assert entry is not None and entry.token_id == token
+        assert entry.logprob == pytest.approx(float(row[token]), abs=1e-3)
+
+
+def test_penalties_look_at_what_was_said_so_far_also_after_a_preemption() -> None:
+    running = engine(9, budget=64, seats=2)
+    prompts = [prompt(1, 8), prompt(2, 8)]
+    found = running.answers(prompts, greedy(20, repetition_penalty=1.8))
+    assert running.scheduler.statistics().preemptions > 0
+    for ids, said in zip(prompts, found):
+        theirs = _models()[0].generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            max_new_tokens=20,
+            do_sample=False,
+            repetition_penalty=1.8,
+        )
+        assert said == theirs[0, len(ids) :].tolist() != says(ids, 20)
 
 
 def test_a_step_that_fails_cancels_its_own_requests_and_leaves_the_others() -> None:

@@ -247,19 +247,19 @@ def test_a_prompt_is_computed_beside_beams_that_wait_for_another() -> None:
 
 def test_what_a_fork_has_in_common_with_its_parent_and_what_it_says_is_found_again() -> None:
     made = scheduler(block_size=2)
-    first = made.add_search([1, 2, 3], max_new_tokens=6, num_beams=2)
+    first = made.add_search([1, 2, 3], max_new_tokens=7, num_beams=2)
     made.schedule()
     made.commit([CHOSEN_LATER])
     beams = made.branch([first], [0, 0], [0, 1])
-    for token in range(3):
+    for parents in ([0, 1], [0, 1], [1, 1], [0, 1], [0, 1]):
         made.schedule()
         made.commit([CHOSEN_LATER] * 2)
-        beams = made.branch(beams, [0, 1], [token, token + 1])
+        beams = made.branch(beams, parents, [2, 3])
     fork = made.token_ids(beams[1]).tolist()
-    assert beams[1] != first and fork == [1, 2, 3, 1, 1, 2, 3]
+    assert fork == [1, 2, 3, 1, 3, 3, 3, 3, 3]
     made.finish(beams)
     made.add([*fork, 0], max_new_tokens=1)
-    assert made.schedule().num_cached.tolist() == [6]
+    assert made.schedule().num_cached.tolist() == [8]
 
 
 def test_forks_of_a_beam_that_gave_way_are_computed_in_their_order() -> None:
@@ -318,6 +318,9 @@ def test_children_share_all_blocks_of_their_parent_and_who_is_not_named_gives_it
             made.token_ids(gone)
     made.finish(two[:1])
     assert made.is_idle and made.statistics().used_blocks == 0
+    made.add([9], max_new_tokens=1)
+    made.schedule()
+    assert made.statistics().peak_shared_blocks == 1  # while it computed
 
 
 def test_beams_wait_for_each_other_and_the_others_run_meanwhile() -> None:
