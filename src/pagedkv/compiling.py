@@ -16,6 +16,7 @@ Set `PAGEDKV_CACHE_DIR` to keep compiled code elsewhere than in the user's cache
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import os
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import config, event
@@ -86,7 +88,7 @@ def compiled_unlocked(function: F) -> F:
 class CompiledTask:
     """What threads run that are not Python's: they know no arguments but one address.
 
-    `function` takes the numbers, int64, that lie there; `floats_at` makes pointers of addresses
+    `function` takes the numbers, int64, that lie there; `numbers_at` makes pointers of addresses
     among them. Nothing checks these, nothing can be raised: the caller has looked at all of it.
     """
 
@@ -149,16 +151,20 @@ if config.DISABLE_JIT:
     def prefetch(array: NDArray[Any], place: int) -> None:
         """Ask for `array[place]`, of one dimension, to be in the cache soon. Changes nothing."""
 
+    def numbers_at(address: int, KIND: str) -> Any:
+        """A pointer to the numbers of a dtype, by its name, at an address: for `numba.carray`."""
+        return ctypes.cast(address, ctypes.POINTER(np.ctypeslib.as_ctypes_type(KIND)))
+
 else:
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def floats_at(typing_context: Any, address: Any) -> Any:
-        """A pointer to the float32 numbers at an address, for `numba.carray`."""
+    @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+    def numbers_at(typing_context: Any, address: Any, KIND: Any) -> Any:
+        """A pointer to the numbers of a dtype, by its name, at an address: for `numba.carray`."""
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-        return types.CPointer(types.float32)(types.int64), generate
+        return types.CPointer(getattr(types, KIND.literal_value))(types.int64, KIND), generate
 
     @intrinsic  # type: ignore[untyped-decorator]
     def prefetch(typing_context: Any, array: Any, place: Any) -> Any:

@@ -237,6 +237,27 @@ def test_queries_are_read_where_they_lie(new: int) -> None:
         assert np.array_equal(batch.attend(), expected)
 
 
+def test_a_batch_planned_once_serves_every_layer_with_every_option() -> None:
+    rng = np.random.default_rng(8)
+    storage = KVStorage(140, 16, [LayerShape(2, 16, 16)] * 2 + [LayerShape(1, 16, 16)])
+    table = rng.permutation(140).astype(np.int32)[None]
+    slots = slots_of(table[0], 0, 2200, 16)
+    for layer, heads in ((0, 2), (1, 2), (2, 1)):
+        k, v = rng.standard_normal((2, 2200, heads, 16), dtype=np.float32)
+        storage.write(layer, k, v, slots)
+    q = rng.standard_normal((2, 2, 16), dtype=np.float32)
+    batch = (table, [2200], [0, 2])
+    plan = storage.plan(*batch)
+    many: list[dict[str, Any]] = [{}, {"sinks": np.ones(2)}, {"window": 1500}, {"soft_cap": 2.0}]
+    for some in many:
+        for layer in (0, 1, 2, 0):
+            found = storage.attend_planned(layer, q, plan, **some)
+            assert np.array_equal(found, storage.attend(layer, q, *batch, **some))
+    assert np.array_equal(
+        storage.attend_planned(1, q[:, ::-1], plan), storage.attend(1, q[:, ::-1], *batch)
+    )
+
+
 def test_batches_in_which_nobody_asks() -> None:
     batch = paged_batch(np.random.default_rng(8), [(20, 0), (3, 0)])
     assert batch.attend().shape == (0, 2, 16)

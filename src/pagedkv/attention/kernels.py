@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba import carray
 from numpy.typing import NDArray
 
 from pagedkv.attention import work
@@ -23,7 +24,6 @@ from pagedkv.attention.vectors import (
     rows_at_once,
     score_lanes,
     score_rows,
-    seen,
     soften,
     soften_lanes,
     value_lanes,
@@ -42,13 +42,11 @@ from pagedkv.attention.work import (
     SEQUENCE,
     STOP,
 )
-from pagedkv.compiling import compiled_in_place, compiled_unlocked
+from pagedkv.compiling import CompiledTask, compiled_in_place, numbers_at
 
-(NEXT, DONE, FIRST_LEADER) = range(3)
-"""Places in the counters: the next piece to take, pieces done, then one for each piece's parts."""
-
-PATIENCE = 20_000
-"""How often a thread looks whether the others are done before it sleeps: some 10 µs."""
+(NEXT, THREADS, FIRST_LEADER) = range(3)
+"""Places in the counters: the next piece to take, threads so far, then one for each piece's parts.
+"""
 
 FEW_CHUNK = 32
 """Tokens whose scores are made before their values are read.
@@ -76,8 +74,9 @@ NOTHING = np.float32(-1e30)
     OUT_HEAD_STRIDE,
     WINDOW,
     CHUNK,
+    SCRATCH_EACH,
     NUM_INTEGERS,
-) = range(11)
+) = range(12)
 """Places in the integers that a kernel is given."""
 
 
@@ -101,6 +100,23 @@ def most_few(heads: int) -> int:
 
 
 Kernel = Callable[..., Any]
+
+(STORAGE, Q, OUT, TABLES, LENGTHS, STARTS, PIECES, COUNTERS) = range(8)
+(PARTS_KEPT, SINKS, INTEGERS, FACTORS, SCRATCH, ROWS) = range(8, 14)
+"""The arrays that a kernel takes, in their order. Of each, a task is told address and size."""
+
+TABLE_WIDTH = 2 * (ROWS + 1)
+NUM_NUMBERS = TABLE_WIDTH + 1
+"""Numbers of a task: those of the arrays, then the width of the block tables."""
+
+
+class BatchKernel(NamedTuple):
+    """Attention of a batch that is cut into pieces, for layers of one shape."""
+
+    take: Kernel
+    """`take(*arrays)` takes pieces until none is left."""
+    task: CompiledTask
+    """The same by addresses, for `Threads`."""
 
 
 @functools.cache
@@ -314,10 +330,11 @@ def many_queries(heads: int, key_dim: int, value_dim: int, half: int) -> Kernel:
 
 
 @functools.cache
-def kernel(heads: int, key_dim: int, value_dim: int, half: int) -> Kernel:
+def kernel(heads: int, key_dim: int, value_dim: int, half: int, half_queries: bool) -> BatchKernel:
     """Attention of a batch, cut into pieces, on all threads.
 
-    `heads` query heads share a KV head; `half` tells what uint16 numbers are.
+    `heads` query heads share a KV head; `half` tells what uint16 numbers are, and `half_queries`
+    whether queries and outputs are such.
     """
     few = few_queries(heads, key_dim, value_dim, half)
     many = many_queries(heads, key_dim, value_dim, half)
@@ -401,7 +418,7 @@ def kernel(heads: int, key_dim: int, value_dim: int, half: int) -> Kernel:
                 line[d] += parts[at + 2 + d] * fade
         return top, total
 
-    @compiled_unlocked
+    @compiled_in_place
     def take(
         storage: NDArray[Any],
         q: NDArray[Any],
@@ -417,12 +434,12 @@ def kernel(heads: int, key_dim: int, value_dim: int, half: int) -> Kernel:
         factors: NDArray[np.float32],
         scratch: NDArray[np.float32],
         rows: NDArray[np.int64],
-        is_caller: bool,
-    ) -> bool:
-        """Take pieces until none is left; tell the one who called whether all are done.
-
-        Others may be at their last piece: that is waited for a little.
-        """
+    ) -> None:
+        """Take pieces until none is left. Each thread has its share of scratch and rows."""
+        thread = claim(counters, THREADS)
+        size = integers[SCRATCH_EACH]
+        scratch = scratch[thread * size : (thread + 1) * size]
+        rows = rows[thread * NUM_ROWS_OF_SCRATCH : (thread + 1) * NUM_ROWS_OF_SCRATCH]
         while True:
             number = claim(counters, NEXT)
             if number >= len(pieces):
@@ -501,7 +518,6 @@ def kernel(heads: int, key_dim: int, value_dim: int, half: int) -> Kernel:
                 keep(piece, tops, sums, sum_of_values, parts)
                 leader, num_parts = piece[LEADER], piece[PARTS]
                 if claim(counters, FIRST_LEADER + leader) + 1 < num_parts:
-                    claim(counters, DONE)
                     continue
             for i in range(num_rows):
                 token, query_head = (first_row + i) // heads, (first_row + i) % heads
@@ -515,10 +531,30 @@ def kernel(heads: int, key_dim: int, value_dim: int, half: int) -> Kernel:
                     OUT_HEAD_STRIDE
                 ]
                 finish(top, total, sinks, query_head, line, out, place)
-            claim(counters, DONE)
-        patience = PATIENCE if is_caller else 0
-        while patience > 0 and seen(counters, DONE) < len(pieces):
-            patience -= 1
-        return patience > 0
 
-    return take
+    kind = "uint16" if half else "float32"
+    query_kind = "uint16" if half_queries else "float32"
+
+    def take_by_addresses(numbers: Any) -> None:
+        num_sequences = numbers[2 * LENGTHS + 1]
+        take(
+            carray(numbers_at(numbers[2 * STORAGE], kind), numbers[2 * STORAGE + 1]),
+            carray(numbers_at(numbers[2 * Q], query_kind), numbers[2 * Q + 1]),
+            carray(numbers_at(numbers[2 * OUT], query_kind), numbers[2 * OUT + 1]),
+            carray(numbers_at(numbers[2 * TABLES], "int32"), (num_sequences, numbers[TABLE_WIDTH])),
+            carray(numbers_at(numbers[2 * LENGTHS], "int64"), num_sequences),
+            carray(numbers_at(numbers[2 * STARTS], "int64"), num_sequences + 1),
+            carray(
+                numbers_at(numbers[2 * PIECES], "int64"),
+                (numbers[2 * PIECES + 1] // work.COLUMNS, work.COLUMNS),
+            ),
+            carray(numbers_at(numbers[2 * COUNTERS], "int64"), numbers[2 * COUNTERS + 1]),
+            carray(numbers_at(numbers[2 * PARTS_KEPT], "float32"), numbers[2 * PARTS_KEPT + 1]),
+            carray(numbers_at(numbers[2 * SINKS], "float32"), numbers[2 * SINKS + 1]),
+            carray(numbers_at(numbers[2 * INTEGERS], "int64"), NUM_INTEGERS),
+            carray(numbers_at(numbers[2 * FACTORS], "float32"), 2),
+            carray(numbers_at(numbers[2 * SCRATCH], "float32"), numbers[2 * SCRATCH + 1]),
+            carray(numbers_at(numbers[2 * ROWS], "int64"), numbers[2 * ROWS + 1]),
+        )
+
+    return BatchKernel(take, CompiledTask(take_by_addresses))

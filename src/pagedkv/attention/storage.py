@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +21,10 @@ import numpy as np
 from numba.core import config
 from numpy.typing import NDArray
 
-from pagedkv.attention import kernels, work, writing
+from pagedkv.attention import kernels, writing
 from pagedkv.attention.arrays import Flat, flat, integers, is_readable_in_place, native
+from pagedkv.attention.plan import LayerKind, Plan
+from pagedkv.attention.threads import Threads
 from pagedkv.attention.vector_code import BFLOAT16, FLOAT16
 from pagedkv.errors import InvalidInput
 
@@ -34,8 +35,8 @@ _ALIGNMENT_BYTES = 64
 """A line of the CPU's cache: a vector that lies across two is read twice."""
 
 
-_ALONE = 100_000
-"""Multiplications that one thread ends before another has begun."""
+_BY_ADDRESSES = not (config.DISABLE_JIT or config.BOUNDSCHECK)
+"""Whether kernels run in threads that know only addresses; else one thread takes arrays."""
 
 _LOG2_E = float(np.log2(np.e))
 
@@ -101,10 +102,8 @@ class KVStorage:
         self.dtype = dtype
         if num_threads is None:
             num_threads = len(os.sched_getaffinity(0))
-        # Uncompiled, threads would only take turns.
-        self._num_threads = 1 if config.DISABLE_JIT else max(1, num_threads)
-        self._threads = ThreadPoolExecutor(max(1, self._num_threads - 1), "pagedkv-attention")
-        self._loaded: set[tuple[kernels.Kernel, str]] = set()
+        self._num_threads = max(1, num_threads) if _BY_ADDRESSES else 1
+        self._threads = Threads(self._num_threads)
         self._half = {"float32": 0, "bfloat16": BFLOAT16, "float16": FLOAT16}[dtype]
         sizes = [shape.numbers_per_token * block_size for shape in self.layers]
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -159,29 +158,26 @@ class KVStorage:
             raise InvalidInput(
                 f"{len(k)} keys, {len(v)} values and {len(slots)} slots: not as many"
             )
-        bad = writing.first_outside(slots, self.num_blocks * self.block_size)
+        key_start, value_start = self._places(layer)
+        bad = writing.write(
+            self._numbers,
+            self._page_numbers,
+            self.block_size,
+            self.num_blocks,
+            shape.num_kv_heads,
+            key_start,
+            shape.key_dim,
+            *keys,
+            value_start,
+            shape.value_dim,
+            *values,
+            slots,
+            self._half,
+        )
         if bad >= 0:
             raise InvalidInput(
                 f"slots[{bad}] is {slots[bad]}: this storage has slots 0 to "
                 f"{self.num_blocks * self.block_size - 1}, and -1 for padding"
-            )
-        key_start, value_start = self._places(layer)
-        for given, start, dim in (
-            (keys, key_start, shape.key_dim),
-            (values, value_start, shape.value_dim),
-        ):
-            writing.write(
-                self._numbers,
-                start,
-                self._page_numbers,
-                self.block_size,
-                shape.num_kv_heads,
-                dim,
-                given.numbers,
-                given.token_stride,
-                given.head_stride,
-                slots,
-                self._half,
             )
 
     def copy_blocks(self, copies: Any) -> None:
@@ -254,6 +250,47 @@ class KVStorage:
         on the others of the batch, nor on the number of threads. What no query may see is not
         read: unwritten slots may hold anything. Raises `InvalidInput` before anything is computed.
         """
+        plan = self.plan(block_tables, lengths, query_starts)
+        return self.attend_planned(
+            layer,
+            q,
+            plan,
+            scale=scale,
+            window=window,
+            chunk=chunk,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            out=out,
+        )
+
+    def plan(self, block_tables: Any, lengths: Any, query_starts: Any) -> Plan:
+        """A batch for `attend_planned`, so that many layers need not look at it again.
+
+        The arrays are those of `attend`, and must stay as they are while the plan is in use.
+        """
+        return Plan(
+            block_tables,
+            lengths,
+            query_starts,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            most_threads=self._num_threads,
+        )
+
+    def attend_planned(
+        self,
+        layer: int,
+        q: Any,
+        plan: Plan,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        chunk: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Any = None,
+        out: Any = None,
+    ) -> Any:
+        """`attend` with a batch of this storage that was planned before, one call at a time."""
         shape = self._shape(layer)
         queries, q_dtype = native(q, "q")
         heads = self._check_queries(queries, q_dtype, shape)
@@ -273,82 +310,49 @@ class KVStorage:
                 f"out must be {q_dtype} {list(dims)}, writable, with a contiguous last axis, "
                 f"not {out_dtype} {list(target.shape)}"
             )
-        tables = integers(block_tables, np.int32, "block_tables")
-        ends = integers(lengths, np.int64, "lengths")
-        starts = integers(query_starts, np.int64, "query_starts")
-        if tables.ndim != 2 or len(tables) != len(ends):
-            raise InvalidInput(
-                f"block_tables {list(tables.shape)} must be [sequences, width], a row for each of "
-                f"{len(ends)} lengths"
-            )
-        ends_of_heads = _sinks(sinks, dims[1])
-        status, sequence, pieces, num_parts, num_scores, most_rows = work.cut(
-            tables,
-            ends,
-            starts,
+        ends = _sinks(sinks, dims[1])
+        cut = plan.cut(
             dims[0],
-            self.num_blocks,
-            self.block_size,
-            shape.num_kv_heads,
-            heads,
-            shape.value_dim,
-            window or 0,
-            chunk or 0,
-            kernels.most_few(heads),
+            LayerKind(
+                shape.num_kv_heads, heads, shape.key_dim, shape.value_dim, window or 0, chunk or 0
+            ),
         )
-        if status != work.GOOD:
-            raise InvalidInput(work.problem(status, sequence, self.block_size, self.num_blocks))
-        if not len(pieces):
+        if cut is None:
             return out
         factor = (shape.key_dim**-0.5 if scale is None else scale) * _LOG2_E
         if soft_cap is not None:
             factor /= _LOG2_E * soft_cap
-        flat_q, flat_out = flat(queries), flat(target)
-        places = (
+        cut.factors[:] = factor, (soft_cap or 0) * _LOG2_E
+        nbytes = queries.itemsize
+        q_token, q_head, _ = queries.strides
+        out_token, out_head, _ = target.strides
+        cut.integers[: kernels.WINDOW] = (
             self._page_numbers,
             self.block_size,
             *self._places(layer),
-            flat_q.token_stride,
-            flat_q.head_stride,
-            flat_out.token_stride,
-            flat_out.head_stride,
-            window or 0,
-            chunk or 0,
+            q_token // nbytes,
+            q_head // nbytes,
+            out_token // nbytes,
+            out_head // nbytes,
         )
-        take = kernels.kernel(heads, shape.key_dim, shape.value_dim, self._half)
-        arrays = (
-            self._numbers,
-            flat_q.numbers,
-            flat_out.numbers,
-            tables,
-            ends,
-            starts,
-            pieces,
-            np.zeros(len(pieces) + kernels.FIRST_LEADER, dtype=np.int64),
-            np.empty(num_parts, dtype=np.float32),
-            ends_of_heads,
-            np.array(places, dtype=np.int64),
-            np.array((factor, (soft_cap or 0) * _LOG2_E), dtype=np.float32),
-        )
-        num_threads = min(self._num_threads, len(pieces))
-        if num_scores * (shape.key_dim + shape.value_dim) < _ALONE:
-            num_threads = 1
-        size = kernels.num_scratch(heads, most_rows, shape.key_dim, shape.value_dim)
-        scratch = np.empty((num_threads, size), dtype=np.float32)
-        rows = np.empty((num_threads, kernels.NUM_ROWS_OF_SCRATCH), dtype=np.int64)
-        if num_threads > 1 and (take, q_dtype) not in self._loaded:
-            # Compiled or loaded here, before several threads want it at once.
-            counters = np.zeros(kernels.FIRST_LEADER, dtype=np.int64)
-            without_pieces = (*arrays[:6], pieces[:0], counters, *arrays[8:])
-            take(*without_pieces, scratch[0], rows[0], False)
-            self._loaded.add((take, q_dtype))
-        others = [
-            self._threads.submit(take, *arrays, scratch[i], rows[i], False)
-            for i in range(1, num_threads)
-        ]
-        # One that comes late finds nothing left to take, and nobody waits for it.
-        if not take(*arrays, scratch[0], rows[0], True):
-            wait(others)
+        cut.counters.fill(0)
+        half_queries = q_dtype != "float32"
+        kernel = kernels.kernel(heads, shape.key_dim, shape.value_dim, self._half, half_queries)
+        if not _BY_ADDRESSES:
+            arrays = dict(cut.arrays)
+            arrays[kernels.STORAGE], arrays[kernels.SINKS] = self._numbers, ends
+            arrays[kernels.Q], arrays[kernels.OUT] = flat(queries).numbers, flat(target).numbers
+            kernel.take(*(arrays[i] for i in range(len(arrays))))
+            return out
+        numbers = cut.numbers
+        for place, array in (
+            (kernels.STORAGE, self._numbers),
+            (kernels.Q, queries),
+            (kernels.OUT, target),
+            (kernels.SINKS, ends),
+        ):
+            numbers[2 * place], numbers[2 * place + 1] = array.ctypes.data, array.size
+        self._threads.run(kernel.task, numbers, cut.num_threads)
         return out
 
     def _check_queries(self, q: NDArray[Any], dtype: str, shape: LayerShape) -> int:

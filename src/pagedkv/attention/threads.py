@@ -19,30 +19,34 @@ _Task = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Threads:
-    """`num_threads` threads, the calling one among them, that run one task at a time."""
+    """Up to `most` threads, the calling one among them, that run one task at a time."""
 
-    def __init__(self, num_threads: int) -> None:
-        self.num_threads = num_threads
+    def __init__(self, most: int) -> None:
+        self.most = most
 
-    def run(self, task: CompiledTask, numbers: list[int]) -> None:
-        """Run `task` in all threads, each with the address of `numbers`; return when all ended.
+    def run(self, task: CompiledTask, numbers: Any, num_threads: int) -> None:
+        """Run `task` with the address of `numbers`, a `ctypes` array of int64, in some threads.
 
-        The threads share the numbers, and take their shares of the work by counting in them.
+        They share the numbers, and take their shares of the work by counting in them. It may be
+        that fewer threads run than were asked for: one alone must do all there is to do.
         """
-        data = (ctypes.c_int64 * len(numbers))(*numbers)
-        address = ctypes.addressof(data)
-        parallel = _openmp_of_torch() if self.num_threads > 1 else None
+        address = ctypes.addressof(numbers)
+        if num_threads == 1:
+            _Task(task.address)(address)
+            return
+        parallel = _openmp_of_torch()
         if parallel is not None:
-            parallel(task.address, address, self.num_threads, 0)
+            parallel(task.address, address, num_threads, 0)
             return
         function = _Task(task.address)
-        others = [self._pool.submit(function, address) for _ in range(1, self.num_threads)]
+        others = [self._pool.submit(function, address) for _ in range(1, num_threads)]
         function(address)
-        wait(others)
+        # One that has not begun would find nothing left to do.
+        wait([other for other in others if not other.cancel()])
 
     @functools.cached_property
     def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self.num_threads - 1, "pagedkv")
+        return ThreadPoolExecutor(self.most - 1, "pagedkv")
 
 
 @functools.cache

@@ -8,25 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagedkv.attention.vectors import copy_row
-from pagedkv.compiling import compiled
+from pagedkv.compiling import compiled_in_place
 
 
-@compiled
-def first_outside(slots: NDArray[np.int64], num_slots: int) -> int:
-    """The first index whose slot is neither padding nor a slot of the storage; -1 without one."""
-    for i in range(len(slots)):
-        if slots[i] < -1 or slots[i] >= num_slots:
-            return i
-    return -1
-
-
-@compiled
-def write(
+@compiled_in_place
+def write_rows(
     storage: NDArray[Any],
-    start: int,
     page_numbers: int,
     block_size: int,
     num_heads: int,
+    start: int,
     dim: int,
     given: NDArray[Any],
     token_stride: int,
@@ -34,10 +25,7 @@ def write(
     slots: NDArray[np.int64],
     half: int,
 ) -> None:
-    """One layer's keys, or its values, of new tokens.
-
-    They begin at `start` of a page; a slot below 0 is padding. All slots have been checked.
-    """
+    """One layer's keys, or its values, which begin at `start` of a page."""
     for token in range(len(slots)):
         if slots[token] < 0:
             continue
@@ -49,3 +37,60 @@ def write(
             copy_row(given, source, storage, target, dim, half)
             target += block_size * dim
             source += head_stride
+
+
+@compiled_in_place
+def write(
+    storage: NDArray[Any],
+    page_numbers: int,
+    block_size: int,
+    num_blocks: int,
+    num_heads: int,
+    key_start: int,
+    key_dim: int,
+    keys: NDArray[Any],
+    key_token_stride: int,
+    key_head_stride: int,
+    value_start: int,
+    value_dim: int,
+    values: NDArray[Any],
+    value_token_stride: int,
+    value_head_stride: int,
+    slots: NDArray[np.int64],
+    half: int,
+) -> int:
+    """One layer's keys and values of new tokens; a slot of -1 is padding.
+
+    Returns -1; or, with nothing written, the first index whose slot is neither padding nor a slot
+    of the storage.
+    """
+    for i in range(len(slots)):
+        if slots[i] < -1 or slots[i] >= num_blocks * block_size:
+            return i
+    write_rows(
+        storage,
+        page_numbers,
+        block_size,
+        num_heads,
+        key_start,
+        key_dim,
+        keys,
+        key_token_stride,
+        key_head_stride,
+        slots,
+        half,
+    )
+    write_rows(
+        storage,
+        page_numbers,
+        block_size,
+        num_heads,
+        value_start,
+        value_dim,
+        values,
+        value_token_stride,
+        value_head_stride,
+        slots,
+        half,
+    )
+    return -1

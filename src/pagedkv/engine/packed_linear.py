@@ -7,6 +7,8 @@ goes to oneDNN, which knows the matrix units that some CPUs have for it.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from numba.core import config
 from torch import nn
@@ -17,6 +19,8 @@ from pagedkv.engine.panel_product import PANEL, multiply_task
 
 _ONEDNN_ROWS = 16
 """The rows that oneDNN's layout is chosen for; one chosen for 1 or 64 is slower at 4 to 64."""
+
+_Numbers = ctypes.c_int64 * (panel_product.PIECES + 1)
 
 _PIECES_EACH = 4
 """Pieces of a product for each thread, so that none waits long for one that was held up."""
@@ -40,27 +44,27 @@ class PanelLinear(nn.Module):
         self._spare = PANEL if self.out_features % PANEL else 0
         self._threads = Threads(torch.get_num_threads())
         num_panels = -(-self.out_features // PANEL)
-        self._pieces = min(num_panels, _PIECES_EACH * self._threads.num_threads)
+        self._pieces = min(num_panels, _PIECES_EACH * self._threads.most)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
         rows = rows.contiguous()
         count = rows.numel() // self.in_features
         out = rows.new_empty(count * (self.out_features + self._spare))
-        numbers = [
+        numbers = _Numbers(
             0,
             rows.data_ptr(),
             count,
             self.in_features,
             self._panels_address,
             0 if self.bias is None else self.bias.data_ptr(),
-            self.bias is not None,
+            int(self.bias is not None),
             out.data_ptr(),
             self.out_features,
             self._pieces,
-        ]
+        )
         if count:
-            self._threads.run(multiply_task, numbers)
+            self._threads.run(multiply_task, numbers, self._threads.most)
         if self._spare:
             out = out[: count * self.out_features]
         return out.view(*rows.shape[:-1], self.out_features)

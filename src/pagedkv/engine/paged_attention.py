@@ -124,7 +124,8 @@ class StepAttention:
     def __init__(self, storage: KVStorage, places: dict[int, LayerPlace], batch: Batch) -> None:
         self._storage = storage
         self._places = places
-        self._batch = batch
+        self._slots = batch.slots
+        self._plan = storage.plan(batch.block_tables, batch.lengths, batch.query_starts)
 
     def attend(
         self,
@@ -139,16 +140,13 @@ class StepAttention:
     ) -> torch.Tensor:
         """Write the new keys and values, then attend over all of every sequence."""
         place = self._places[module.layer_idx]
-        batch = self._batch
         if place.is_writer:
-            self._storage.write(place.storage_layer, key, value, batch.slots)
+            self._storage.write(place.storage_layer, key, value, self._slots)
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-        self._storage.attend(
+        self._storage.attend_planned(
             place.storage_layer,
             query,
-            batch.block_tables,
-            batch.lengths,
-            batch.query_starts,
+            self._plan,
             scale=scale,
             window=place.window if window is None else window,
             chunk=place.chunk,

@@ -31,7 +31,7 @@ from pagedkv.attention.vector_code import (
     VectorCode,
 )
 from pagedkv.attention.vectors import claim
-from pagedkv.compiling import CompiledTask, compiled_in_place, floats_at
+from pagedkv.compiling import CompiledTask, compiled_in_place, numbers_at
 
 PANEL = HOST_LANES * LANE_VECTORS
 """Outputs of a panel."""
@@ -219,10 +219,10 @@ def _multiply_task(numbers: Any) -> None:
     counters = carray(numbers, 1)
     num_rows, inputs, outputs = numbers[NUM_ROWS], numbers[INPUTS], numbers[OUTPUTS]
     num_panels = (outputs + PANEL - 1) // PANEL
-    rows = carray(floats_at(numbers[ROWS]), num_rows * inputs)
-    weight = carray(floats_at(numbers[WEIGHT]), num_panels * inputs * PANEL)
-    bias = carray(floats_at(numbers[BIAS]), outputs)
-    out = carray(floats_at(numbers[OUT]), num_rows * (outputs + PANEL))
+    rows = carray(numbers_at(numbers[ROWS], "float32"), num_rows * inputs)
+    weight = carray(numbers_at(numbers[WEIGHT], "float32"), num_panels * inputs * PANEL)
+    bias = carray(numbers_at(numbers[BIAS], "float32"), outputs)
+    out = carray(numbers_at(numbers[OUT], "float32"), num_rows * (outputs + PANEL))
     has_bias, pieces = numbers[HAS_BIAS], numbers[PIECES]
     multiply(counters, rows, num_rows, inputs, weight, bias, has_bias, out, outputs, pieces)
 

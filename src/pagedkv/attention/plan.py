@@ -1,0 +1,126 @@
+"""The batch of one step, checked and cut into pieces once for all layers that attend with it."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagedkv.attention import kernels, work
+from pagedkv.attention.arrays import integers
+from pagedkv.errors import InvalidInput
+
+_ALONE = 100_000
+"""Multiplications that one thread ends before another has begun."""
+
+
+class LayerKind(NamedTuple):
+    """What the pieces of a batch depend on, besides the batch: layers alike in it share them."""
+
+    num_kv_heads: int
+    heads_each: int
+    key_dim: int
+    value_dim: int
+    window: int
+    chunk: int
+
+
+class Cut:
+    """A batch in pieces for one kind of layer, with all the room that computing them takes."""
+
+    def __init__(
+        self,
+        batch: Plan,
+        kind: LayerKind,
+        pieces: NDArray[np.int64],
+        num_parts: int,
+        most_rows: int,
+        num_threads: int,
+    ) -> None:
+        self.num_threads = num_threads
+        each = kernels.num_scratch(kind.heads_each, most_rows, kind.key_dim, kind.value_dim)
+        self.counters = np.zeros(len(pieces) + kernels.FIRST_LEADER, dtype=np.int64)
+        self.integers = np.zeros(kernels.NUM_INTEGERS, dtype=np.int64)
+        self.integers[kernels.SCRATCH_EACH] = each
+        self.integers[kernels.WINDOW] = kind.window
+        self.integers[kernels.CHUNK] = kind.chunk
+        self.factors = np.zeros(2, dtype=np.float32)
+        self.arrays: dict[int, NDArray[Any]] = {
+            kernels.TABLES: batch.tables,
+            kernels.LENGTHS: batch.lengths,
+            kernels.STARTS: batch.starts,
+            kernels.PIECES: pieces,
+            kernels.COUNTERS: self.counters,
+            kernels.PARTS_KEPT: np.empty(num_parts, dtype=np.float32),
+            kernels.INTEGERS: self.integers,
+            kernels.FACTORS: self.factors,
+            kernels.SCRATCH: np.empty(num_threads * each, dtype=np.float32),
+            kernels.ROWS: np.empty(num_threads * kernels.NUM_ROWS_OF_SCRATCH, dtype=np.int64),
+        }
+        self.numbers = (ctypes.c_int64 * kernels.NUM_NUMBERS)()
+        """Address and size of every array, as a task takes them; those of a call are still 0."""
+        for place, array in self.arrays.items():
+            self.numbers[2 * place], self.numbers[2 * place + 1] = array.ctypes.data, array.size
+        self.numbers[kernels.TABLE_WIDTH] = batch.tables.shape[1]
+
+
+class Plan:
+    """Block tables, lengths and query starts of a batch, for any number of layers of a storage.
+
+    Made by `KVStorage.plan`. The arrays given must stay as they are for as long as it is used,
+    and one thread at a time may use it.
+    """
+
+    def __init__(
+        self,
+        block_tables: Any,
+        lengths: Any,
+        query_starts: Any,
+        *,
+        block_size: int,
+        num_blocks: int,
+        most_threads: int,
+    ) -> None:
+        self.tables = integers(block_tables, np.int32, "block_tables")
+        self.lengths = integers(lengths, np.int64, "lengths")
+        self.starts = integers(query_starts, np.int64, "query_starts")
+        if self.tables.ndim != 2 or len(self.tables) != len(self.lengths):
+            raise InvalidInput(
+                f"block_tables {list(self.tables.shape)} must be [sequences, width], a row for "
+                f"each of {len(self.lengths)} lengths"
+            )
+        self._block_size, self._num_blocks = block_size, num_blocks
+        self._most_threads = most_threads
+        self._cuts: dict[tuple[int, LayerKind], Cut | None] = {}
+
+    def cut(self, num_tokens: int, kind: LayerKind) -> Cut | None:
+        """The batch of `num_tokens` queries in pieces; None where there is nothing to compute."""
+        if (num_tokens, kind) not in self._cuts:
+            self._cuts[num_tokens, kind] = self._cut(num_tokens, kind)
+        return self._cuts[num_tokens, kind]
+
+    def _cut(self, num_tokens: int, kind: LayerKind) -> Cut | None:
+        status, sequence, pieces, num_parts, num_scores, most_rows = work.cut(
+            self.tables,
+            self.lengths,
+            self.starts,
+            num_tokens,
+            self._num_blocks,
+            self._block_size,
+            kind.num_kv_heads,
+            kind.heads_each,
+            kind.value_dim,
+            kind.window,
+            kind.chunk,
+            kernels.most_few(kind.heads_each),
+        )
+        if status != work.GOOD:
+            raise InvalidInput(work.problem(status, sequence, self._block_size, self._num_blocks))
+        if not len(pieces):
+            return None
+        num_threads = min(self._most_threads, len(pieces))
+        if num_scores * (kind.key_dim + kind.value_dim) < _ALONE:
+            num_threads = 1
+        return Cut(self, kind, pieces, num_parts, most_rows, num_threads)
