@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from pagedkv.scheduling.continuous import Batch, Scheduler
 from pagedkv.scheduling.limits import SchedulerConfig
+from pagedkv.server.errors import ApiError, answer_api_error
 from pagedkv.server.guard import Guard
 from pagedkv.server.limits import ServerLimits
 from pagedkv.server.memory_page.endpoints import add_memory_page
@@ -46,6 +47,7 @@ class StillServer:
         self.model_name = "still"
         self.is_draining = False
         app = FastAPI()
+        app.add_exception_handler(ApiError, answer_api_error)
         add_memory_page(app, self)  # type: ignore[arg-type]
         guarded = Guard(app, keys=keys, limits=ServerLimits())
         self._server = uvicorn.Server(

@@ -12,7 +12,9 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra [server]")
 pytest.importorskip("uvicorn", reason="needs the extra [server]")
-httpx = pytest.importorskip("httpx", reason="needs httpx")
+pytest.importorskip("httpx", reason="needs httpx")
+
+import httpx
 
 from models.memory_messages import read_messages
 from models.still_server import StillServer
@@ -121,8 +123,9 @@ def test_a_look_that_fails_ends_the_stream_and_the_steps_go_on(
 
 def test_more_pages_than_may_watch_are_refused_until_one_leaves(server: StillServer) -> None:
     with contextlib.ExitStack() as stack:
-        for _ in range(MAX_WATCHERS):
-            next(stack.enter_context(watching(server)))
+        open_pages = [stack.enter_context(watching(server)) for _ in range(MAX_WATCHERS)]
+        for messages in open_pages:
+            next(messages)
         refused = httpx.get(f"{server.url}/memory/stream")
         assert refused.status_code == 429 and refused.headers["Retry-After"]
         assert refused.json()["error"]["code"] == "too_many_watchers"
