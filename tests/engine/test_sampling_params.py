@@ -35,7 +35,14 @@ def test_defaults_are_those_of_the_field() -> None:
         ({"min_p": 1.5}, "min_p is 1.5: give 0 to 1"),
         ({"presence_penalty": 2.1}, "presence_penalty is 2.1: give -2 to 2"),
         ({"frequency_penalty": -3}, "frequency_penalty is -3.0: give -2 to 2"),
-        ({"repetition_penalty": 0}, "repetition_penalty is 0.0: give above 0; 1 is no penalty"),
+        (
+            {"repetition_penalty": 0},
+            "repetition_penalty is 0.0: give 0.001 to 1000; 1 is no penalty",
+        ),
+        (
+            {"repetition_penalty": 1e300},
+            "repetition_penalty is 1e+300: give 0.001 to 1000; 1 is no penalty",
+        ),
         ({"n": 0}, "n is 0: give at least 1"),
         ({"n": None}, "n is None: give a whole number"),
         ({"max_tokens": 0}, "max_tokens is 0: give at least 1, or None for no limit"),

@@ -17,6 +17,9 @@ from pagedkv.errors import InvalidInput
 MAX_LOGPROBS = 20
 """Alternatives reported beside a token, at most: the limit of OpenAI's API."""
 
+MAX_REPETITION_PENALTY = 1_000
+"""Logits times or over more than this could leave the range of a float."""
+
 MAX_SEED = 2**64 - 1
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -113,9 +116,10 @@ class SamplingParams:
         _between("min_p", self.min_p, 0, 1)
         _between("presence_penalty", self.presence_penalty, -2, 2)
         _between("frequency_penalty", self.frequency_penalty, -2, 2)
-        if self.repetition_penalty <= 0:
+        if not 1 / MAX_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY:
             raise InvalidInput(
-                f"repetition_penalty is {self.repetition_penalty}: give above 0; 1 is no penalty"
+                f"repetition_penalty is {self.repetition_penalty}: give "
+                f"{1 / MAX_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}; 1 is no penalty"
             )
         if self.seed is not None:
             _between("seed", self.seed, 0, MAX_SEED)
