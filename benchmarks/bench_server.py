@@ -314,8 +314,10 @@ def beside_vllm(model: str | None) -> None:
         return
     prompts = prompts_of(2 * CLIENTS, range(100, 40_000))
     tokens = len(prompts) * NEW_TOKENS
-    with tempfile.TemporaryDirectory() as folder:
-        save_model(model or smollm2(), folder)
+    with tempfile.TemporaryDirectory() as made:
+        folder = model if model is not None and Path(model).is_dir() else made
+        if folder == made:
+            save_model(model or smollm2(), folder)
         common = ["serve", "--dtype", "float32", "--max-num-seqs", str(CLIENTS), "--port", "8731"]
         commands = {
             "pagedkv": [
