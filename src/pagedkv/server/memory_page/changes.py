@@ -17,7 +17,7 @@ from pagedkv.compiling import compiled_in_place
 from pagedkv.memory.allocation import Memory
 from pagedkv.memory.block_table import NO_BLOCK, blocks_for
 from pagedkv.memory.blocks import CACHED, EVICTED, NO_KEY, PUBLICATIONS, PUBLISHED, REVIVED
-from pagedkv.scheduling.continuous import COLUMNS, SchedulerArrays
+from pagedkv.scheduling.continuous import SchedulerArrays
 from pagedkv.scheduling.queues import RUNNING_SIZE, WAITING_HEAD, WAITING_SIZE
 
 BLOCK_FIELDS = ("block", "users", "key_state", "key", "order", "since_ms")
@@ -81,8 +81,10 @@ class Differ:
             counters=np.zeros(len(pool.counters), dtype=np.int64),
             last_order=np.zeros(1, dtype=np.int64),
         )
+        self._changed_blocks = np.empty_like(blocks)  # as large as it may come to be, each time
         self._sequences = np.zeros((0, len(SEQUENCE_FIELDS)), dtype=np.int32)
-        self._names: dict[int, int] = {}
+        self._names = np.zeros(0, dtype=np.int32)  # of each column
+        self._named = np.zeros(0, dtype=np.int64)  # its generation when it was named
         self._num_named = 0
         self._num_looks = 0
 
@@ -90,7 +92,7 @@ class Differ:
         """What is different; `now_ms` above 0. Cost: one pass over blocks and table entries."""
         self._num_looks += 1
         since_ms = now_ms if self._num_looks > 1 else 0
-        blocks = np.empty_like(self._told.blocks)
+        blocks = self._changed_blocks
         n = _note_blocks(arrays.memory, self._told, since_ms, self._num_looks, blocks)
         nothing = np.empty((0, len(TABLE_FIELDS)), dtype=np.int32)
         m = _note_tables(arrays.memory, self._told, block_size, nothing, False)
@@ -100,30 +102,34 @@ class Differ:
 
     def name_of(self, arrays: SchedulerArrays, column: int) -> int:
         """The name of the sequence that has `column`: a number, in the order of coming."""
-        number = column + COLUMNS * int(arrays.generation[column])
-        name = self._names.get(number)
-        if name is None:
+        self._make_room(len(arrays.generation))
+        if self._named[column] != arrays.generation[column]:
             self._num_named += 1
-            name = self._names[number] = self._num_named
-        return name
+            self._names[column] = self._num_named
+            self._named[column] = arrays.generation[column]
+        return int(self._names[column])
+
+    def _make_room(self, num_columns: int) -> None:
+        missing = num_columns - len(self._names)
+        if missing > 0:
+            self._names = np.concatenate([self._names, np.zeros(missing, dtype=np.int32)])
+            self._named = np.concatenate([self._named, np.full(missing, -1)])
+            more = np.zeros((missing, len(SEQUENCE_FIELDS)), dtype=np.int32)
+            more[:, 0] = np.arange(num_columns - missing, num_columns)
+            self._sequences = np.concatenate([self._sequences, more])
 
     def _note_sequences(self, arrays: SchedulerArrays) -> NDArray[np.int32]:
         sequences, tables = arrays.sequences, arrays.memory.tables
+        self._make_room(len(arrays.is_alive))
         told = self._sequences
-        if len(told) < len(arrays.is_alive):
-            told = np.zeros((len(arrays.is_alive), len(SEQUENCE_FIELDS)), dtype=np.int32)
-            told[:, 0] = np.arange(len(told))
-            told[: len(self._sequences)] = self._sequences
         now = np.zeros_like(told)
         now[:, 0] = told[:, 0]
         alive = np.flatnonzero(arrays.is_alive)
-        known = self._names
-        for column in _by_coming(arrays) if len(alive) else ():
-            self.name_of(arrays, column)
-        numbers = (alive + COLUMNS * arrays.generation[alive]).tolist()
-        self._names = {number: known[number] for number in numbers}
+        if (self._named[alive] != arrays.generation[alive]).any():
+            for column in _by_coming(arrays):
+                self.name_of(arrays, column)
         row = sequences.row[alive]
-        now[alive, 1] = list(self._names.values())
+        now[alive, 1] = self._names[alive]
         now[alive, 2] = sequences.state[alive]
         now[alive, 3] = row
         now[alive, 4] = sequences.prompt_tokens[alive]

@@ -36,8 +36,8 @@ class Happenings:
     def note(self, arrays: SchedulerArrays, name_of: Callable[[int], int]) -> None:
         """Note the newest step; `name_of` names the sequence of a column."""
         plan = arrays.plan
-        if not plan.counters[COPIES : FORKED + 1].any():
-            return
+        if not any(plan.counters[COPIES : FORKED + 1].tolist()):
+            return  # as most steps, which only add a token to each sequence
         kept = self._kept
         for i in range(plan.counters[PREEMPTED]):
             column = int(plan.preempted[i])

@@ -39,7 +39,7 @@ class Twin:
     def follow(self, sequences: NDArray[np.int32]) -> bool:
         """Let go who ended, and place who came, of `sequences` int32 [n, 9] as `Picture.alive`.
 
-        Returns whether any region is another one now.
+        Where nobody ended or came nothing can change. Returns whether any region differs now.
         """
         names = sequences[:, 1].tolist()
         alive = dict(zip(names, zip(sequences[:, 0].tolist(), sequences[:, 7].tolist())))

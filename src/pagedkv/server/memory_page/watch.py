@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -192,6 +192,7 @@ class _Session:
             "longest": Twin(num_slots, max_regions=seats, longest=scheduler.max_model_len),
             "limit": Twin(num_slots, max_regions=seats, longest=None),
         }
+        self._newest_name = 0
         self._history = History()
         self._facts = {
             "model": serving.model_name,
@@ -215,8 +216,10 @@ class _Session:
         if scheduler.num_steps != self._num_steps:
             self._num_steps = scheduler.num_steps
             arrays = scheduler.arrays
-            with self._noted():
+            try:
                 self._happenings.note(arrays, lambda s: self._differ.name_of(arrays, s))
+            except Exception as failure:
+                self._fail(failure)
         if self._is_asked:
             self.look_if_asked(engine)
 
@@ -225,24 +228,37 @@ class _Session:
         if not self._is_asked or self.has_failed:
             return
         self._is_asked = self.is_stirred = False
-        with self._noted():
+        try:
             look = self._look(engine)
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody watches
-                self._loop.call_soon_threadsafe(self._deliver, self, look)
+        except Exception as failure:
+            self._fail(failure)
+            return
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody watches
+            self._loop.call_soon_threadsafe(self._deliver, self, look)
 
     def told(self, look: _Look) -> bytes:
         """The message with what is new, which is part of the picture from now on."""
         self._picture.apply(look.changes)
-        alive = self._picture.alive
-        is_other = {name: twin.follow(alive) for name, twin in self._twins.items()}
+        others = self._follow(look.changes.sequences[:, 1])
         has_sample = self._history.note(look.now_s, look.counters)
         arrays = {**_named(look.changes), "happenings": look.happenings}
-        for name, twin in self._twins.items():
-            if is_other[name]:
-                arrays[f"regions_{name}"] = twin.rows
+        for name in others:
+            arrays[f"regions_{name}"] = self._twins[name].rows
         if has_sample:
             arrays["samples"] = self._history.newest
         return message(self._now("changes", look), arrays)
+
+    def _follow(self, names: NDArray[np.int32]) -> list[str]:
+        """Let the twins follow where sequences came or ended, `names` being of those that changed.
+
+        Returns whose regions are others now.
+        """
+        newest = int(names.max(initial=0))
+        if newest <= self._newest_name and names.all():
+            return []
+        self._newest_name = max(newest, self._newest_name)
+        alive = self._picture.alive
+        return [name for name, twin in self._twins.items() if twin.follow(alive)]
 
     def whole(self, look: _Look) -> bytes:
         """The message with everything, for a page that knows nothing."""
@@ -288,14 +304,10 @@ class _Session:
         }
         return _Look(now_s, changes, self._happenings.taken(), counters)
 
-    @contextlib.contextmanager
-    def _noted(self) -> Iterator[None]:
-        """A failure in here ends the watching and is logged; the engine goes on."""
-        try:
-            yield
-        except Exception as failure:
-            self.has_failed = True
-            _LOG.error("watching the memory failed: %s", failure, exc_info=failure)
+    def _fail(self, failure: Exception) -> None:
+        """End the watching; the engine goes on."""
+        self.has_failed = True
+        _LOG.error("watching the memory failed: %s", failure, exc_info=failure)
 
 
 def _named(changes: Changes) -> dict[str, NDArray[Any]]:
