@@ -1,5 +1,7 @@
-"""The engine over HTTP: OpenAI's API, limits, metrics.
+"""The engine over HTTP: OpenAI's API, limits, metrics, and the memory page.
 
-`app` puts the rooms together. A request comes in through `guard` (keys, bodies), is read by the
-schemas, becomes an `Exchange` with the engine, and leaves as JSON or as a stream of events.
+`lifecycle` runs it, `app` puts the endpoints together. A request comes in through `connections`
+and `guard`, is read by the schemas, becomes an `Exchange` with the engine, and leaves as JSON or as
+an `EventStream`. `Serving` is the one object that owns the engine: endpoints ask it for exchanges,
+and whoever watches the memory asks it for a look between two steps.
 """

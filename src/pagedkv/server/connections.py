@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -103,6 +102,10 @@ def bounded_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
 
 def _allowed_connections(wanted: int) -> int:
     """As many as are wanted and as the system gives this process files for."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < wanted + _OTHER_FILES:
         most = wanted + _OTHER_FILES
