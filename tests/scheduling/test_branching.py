@@ -296,13 +296,14 @@ def test_forks_of_a_beam_that_gave_way_are_computed_in_their_order() -> None:
 def test_children_share_all_blocks_of_their_parent_and_who_is_not_named_gives_its_own_back() -> (
     None
 ):
-    made = scheduler()
+    made = scheduler(seats=3)
     first = made.add_search([1, 2, 3, 4, 5, 6], max_new_tokens=9, num_beams=3)
     batch = made.schedule()
     assert batch.due.tolist() == [first]
     made.commit([CHOSEN_LATER])
     three = made.branch([first], [0, 0, 0], [7, 8, 9])
     assert three[0] == first and len(set(three)) == 3
+    assert made.num_running == 3  # the seats that were kept for them
     assert made.statistics().used_blocks == 2 and made.statistics().shared_blocks == 2
     batch = made.schedule()
     assert sorted(batch.token_ids.tolist()) == [7, 8, 9]

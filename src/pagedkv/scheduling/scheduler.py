@@ -190,6 +190,8 @@ def branch(
 
     num_seats = limits.max_num_seqs - queues.counters[RUNNING_SIZE]
     num_seats -= _promised(memory, sequences, queues, limits.block_size)[1]
+    if sequences.state[first] == RUNNING:  # what is promised to its own followers, they get now
+        num_seats += _followers_to_come(sequences, first)
     place = 0
     for i in range(len(parents)):
         parent = beams[parents[i]]
