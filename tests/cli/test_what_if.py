@@ -72,7 +72,11 @@ def test_a_factor_is_of_the_memory_and_another_block_size_leaves_it_as_large() -
 
 
 def test_other_counts_take_numbers_and_factors() -> None:
-    assert [seats for _, _, seats, _ in chosen("max-num-seqs=8,0.5x,1x,.001x")] == [8, 32, 64, 1]
+    assert [seats for _, _, seats, _ in chosen("max-num-seqs=8,0.5x,1x,.02x")] == [8, 32, 64, 1]
+
+
+def test_a_factor_is_taken_exactly() -> None:
+    assert [blocks for blocks, *_ in chosen("num-blocks=0.29x,0.57x,1.13x")] == [29, 57, 113]
 
 
 def test_switches_and_shares_are_set() -> None:
@@ -100,8 +104,13 @@ def test_the_values_without_any_variation_choose_what_was_given() -> None:
         (["load=2x", "load=3x"], "--what-if load is given twice"),
         (["load=2x,2x"], "a value is listed twice"),
         (["load=2"], "'2' is no factor: give one such as 2x"),
-        (["load=0x"], "'0x' is no factor"),
-        (["block-size=0"], "'0' is no count"),
+        (["load=0x"], "--what-if load=0x: give a factor from 0.000001x to 1000000x"),
+        (["load=1000001x"], "give a factor from 0.000001x to 1000000x"),
+        ([f"load={'9' * 400}x"], "is no factor: give one such as 2x"),
+        (["block-size=0"], "--what-if block-size=0: that is 0: give at least 1"),
+        (["max-num-seqs=0.001x"], "that is 0: give at least 1"),
+        (["num-blocks=2147483648"], "that is 2,147,483,648: give at most 2,147,483,647"),
+        ([f"block-size={'9' * 5000}"], "is no count"),
         (["block-size=-8"], "'-8' is no count"),
         (["num-blocks=many"], "'many' is no count: give a number such as 64, or a factor"),
         (["num-blocks=0.001x"], "1,600 slots have no room for a block of 16 tokens"),
@@ -117,6 +126,11 @@ def test_what_cannot_be_varied_is_refused_by_name(texts: list[str], message: str
     with pytest.raises(InvalidInput) as refused:
         list(choices(parse_variations(texts), given(), 100))
     assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_factor_of_the_memory_beyond_what_block_ids_count_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="1x: that is 3,000,000,000 blocks of 1 tokens"):
+        list(choices(parse_variations(["num-blocks=1x", "block-size=1"]), given(), 187_500_000))
 
 
 def test_each_choice_is_the_simulation_with_those_options(
@@ -140,6 +154,20 @@ def test_each_choice_is_the_simulation_with_those_options(
         }
         assert row["waste"] == pytest.approx(1 - paged["filled_share"])
     assert rows[0]["preemptions"] != rows[2]["preemptions"]
+
+
+def test_the_settings_name_the_one_scheme_that_is_asked_about(
+    numbers: Callable[..., dict[str, Any]],
+) -> None:
+    assert numbers(*TRAFFIC, "--what-if", "load=2x")["settings"]["scheme"] == "paged"
+
+
+def test_a_trace_without_prefix_ids_says_so(numbers: Callable[..., dict[str, Any]]) -> None:
+    trace = Path("trace.jsonl")
+    trace.write_text('{"arrival_s": 0, "prompt_tokens": 40, "output_tokens": 9}\n')
+    found = numbers(str(trace), "--no-report", "--what-if", "prefix-caching=on,off")
+    assert [row["hit_rate_first"] for row in found["choices"]] == [None, None]
+    assert any("no prefix ids" in remark for remark in found["remarks"])
 
 
 def test_settings_as_they_were_come_first_where_no_choice_is_just_these(

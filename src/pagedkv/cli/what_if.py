@@ -11,8 +11,9 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
-from pagedkv.cli.simulate_request import Given
+from pagedkv.cli.simulate_request import MOST, Given
 from pagedkv.errors import InvalidInput
 
 MOST_CHOICES = 1_000
@@ -30,7 +31,12 @@ WATERMARK = "watermark"
 NAMES = (*_COUNTS, *_SWITCHES, WATERMARK, LOAD)
 """What can be varied: options of the command, and how many times as fast requests come."""
 
-_FACTOR = re.compile(r"(\d+(?:\.\d*)?|\.\d+)x")
+_FACTOR = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)x")
+_MOST_DIGITS = 20
+"""Of a number in a value; Python itself refuses to read one of thousands."""
+
+_LEAST_FACTOR, _MOST_FACTOR = Fraction(1, 1_000_000), Fraction(1_000_000)
+"""Beyond these, seconds added up as floats lose what a step takes."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ def base_values(variations: Sequence[Variation], given: Given, num_blocks: int) 
         if variation.name == LOAD:
             values.append("1x")
         elif variation.name == WATERMARK:
-            values.append(f"{given.watermark:g}")
+            values.append(str(given.watermark))
         elif variation.name in _SWITCHES:
             is_on = getattr(given, _SWITCHES[variation.name])
             values.append("on" if is_on else "off")
@@ -130,28 +136,45 @@ def _choice(written: dict[str, str], given: Given, num_blocks: int) -> Choice:
                 f"--what-if num-blocks={blocks}: {slots:,} slots have no room for a block of "
                 f"{block_size} tokens"
             )
+        if num_blocks > MOST:
+            raise InvalidInput(
+                f"--what-if num-blocks={blocks}: that is {num_blocks:,} blocks of {block_size} "
+                f"tokens, and {MOST:,} is the most"
+            )
     else:
         num_blocks = _count("num-blocks", blocks, num_blocks)
-    load = _factor(LOAD, written[LOAD]) if LOAD in written else 1.0
+    load = float(_factor(LOAD, written[LOAD])) if LOAD in written else 1.0
     return Choice(tuple(written.values()), replace(given, **changes), num_blocks, load)  # type: ignore[arg-type]
 
 
 def _count(name: str, value: str, base: int) -> int:
     if _FACTOR.fullmatch(value):
-        return max(int(base * _factor(name, value)), 1)
-    if not value.isdecimal() or int(value) < 1:
+        count = int(base * _factor(name, value))
+    elif value.isdecimal() and len(value) <= _MOST_DIGITS:
+        count = int(value)
+    else:
         raise InvalidInput(
             f"--what-if {name}: {value!r} is no count: give a number such as 64, or a factor "
             "such as 0.5x"
         )
-    return int(value)
+    if not 1 <= count <= MOST:
+        bound = "at least 1" if count < 1 else f"at most {MOST:,}"
+        raise InvalidInput(f"--what-if {name}={value}: that is {count:,}: give {bound}")
+    return count
 
 
-def _factor(name: str, value: str) -> float:
+def _factor(name: str, value: str) -> Fraction:
+    """The factor, exactly: 0.29x of 100 is 29, and less as floats."""
     match = _FACTOR.fullmatch(value)
-    if match is None or not float(match[1]) > 0:
+    if match is None or len(match[1]) > _MOST_DIGITS:
         raise InvalidInput(f"--what-if {name}: {value!r} is no factor: give one such as 2x")
-    return float(match[1])
+    factor = Fraction(match[1])
+    if not _LEAST_FACTOR <= factor <= _MOST_FACTOR:
+        raise InvalidInput(
+            f"--what-if {name}={value}: give a factor from {float(_LEAST_FACTOR):f}x to "
+            f"{int(_MOST_FACTOR)}x"
+        )
+    return factor
 
 
 def _switch(name: str, value: str) -> bool:
