@@ -285,3 +285,9 @@ def test_a_trace_without_ids_or_without_a_full_block_has_no_curve() -> None:
     assert trace_curve(made_trace([(0.0, 64, 1)]), block_size=16) is None
     short = made_trace([(0.0, 20, 1)], ids=[[0, 1]], granularity=16)
     assert trace_curve(short, block_size=32) is None
+
+
+def test_where_nobody_is_admitted_there_is_no_hit_rate_rather_than_0() -> None:
+    none_fits = simulate_scheme(busy_trace(20), config(max_model_len=1), "paged")
+    assert len(none_fits.refused) == 20
+    assert none_fits.hit_rate_first is None and none_fits.hit_rate_all is None

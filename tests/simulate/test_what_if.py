@@ -87,6 +87,18 @@ def test_a_choice_that_refuses_requests_is_never_the_best() -> None:
     assert told == sentences(RESULT)
 
 
+def test_times_are_not_compared_where_not_as_many_requests_began() -> None:
+    fewer = replace(RESULT.rows[0], scheme=replace(PAGED, refused=(), began=PAGED.began - 3))
+    told = sentences(replace(RESULT, rows=(fewer, *RESULT.rows[1:])))
+    assert not any("TTFT" in line for line in told)
+    assert any(f"over {PAGED.began - 3} to {PAGED.began} requests began" in line for line in told)
+
+
+def test_one_preemption_is_one() -> None:
+    assert ", 1 preemption, " in sentences(made(row(9, 16, preemptions=1, is_base=True)))[0]
+    assert ", 2 preemptions, " in sentences(made(row(9, 16, preemptions=2, is_base=True)))[0]
+
+
 def test_columns_without_any_number_are_left_out() -> None:
     without = replace(
         RESULT,

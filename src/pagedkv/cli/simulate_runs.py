@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pagedkv._version import __version__
-from pagedkv.cli.simulate_request import Arrivals, Given, as_recorded
+from pagedkv.cli.simulate_request import Arrivals, Given, Scheme, as_recorded
 from pagedkv.cli.simulate_setup import (
     KVMemory,
     Settings,
@@ -90,10 +90,11 @@ def run_what_if(
 
     The settings as they are come first, unless one of the choices is just these.
     """
+    from pagedkv.simulate.headline import NO_PREFIX_IDS
     from pagedkv.simulate.results import WhatIfResult, WhatIfRow
     from pagedkv.simulate.simulator import simulate_scheme
 
-    setup = _set_up(given, typed, bars)
+    setup = _set_up(replace(given, schemes=(Scheme.PAGED.value,)), typed, bars)
     base = setup.config
     wanted = [
         (choice.values, _config_at(setup.config, choice), choice.load)
@@ -113,6 +114,7 @@ def run_what_if(
         rows.append(WhatIfRow(values, config.num_blocks, config.block_size, scheme, is_base))
         bars("what if", len(rows) / len(wanted))
     _refuse_if_none_was_served(setup.trace, tuple(row.scheme for row in rows))
+    remarks = setup.remarks if setup.trace.has_prefix_ids else (*setup.remarks, NO_PREFIX_IDS)
     return WhatIfResult(
         command=command,
         settings=setup.settings,
@@ -127,7 +129,7 @@ def run_what_if(
         bytes_per_token=setup.memory.bytes_per_token,
         names=tuple(variation.name for variation in variations),
         rows=tuple(rows),
-        remarks=setup.remarks,
+        remarks=remarks,
     )
 
 

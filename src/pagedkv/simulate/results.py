@@ -63,7 +63,7 @@ class SchemeResult:
     running_peak: int
     preemptions: int
     recomputed_tokens: int
-    hit_rate_first: float | None  # None where the trace has no prefix ids or caching is off
+    hit_rate_first: float | None  # None without prefix ids, caching or anybody admitted
     hit_rate_all: float | None
     hit_tokens_first: int
     saved_by_sharing: float  # share of block-table entries that name an already counted block

@@ -420,6 +420,7 @@ def _result(
     caching: bool,
 ) -> SchemeResult:
     totals = run.totals
+    any_queries = caching and totals[QUERIES_FIRST] > 0
     duration_s = float(run.clock[NOW_S])
     busy_s = float(seen.times[observation.BUSY_S])
     done = ~np.isnan(run.finish_s)
@@ -436,8 +437,8 @@ def _result(
         running_peak=int(totals[PEAK_RUNNING]),
         preemptions=int(totals[PREEMPTIONS]),
         recomputed_tokens=int(totals[RECOMPUTED]),
-        hit_rate_first=_rate(totals[HITS_FIRST], totals[QUERIES_FIRST]) if caching else None,
-        hit_rate_all=_rate(totals[HITS_ALL], totals[QUERIES_ALL]) if caching else None,
+        hit_rate_first=_rate(totals[HITS_FIRST], totals[QUERIES_FIRST]) if any_queries else None,
+        hit_rate_all=_rate(totals[HITS_ALL], totals[QUERIES_ALL]) if any_queries else None,
         hit_tokens_first=int(totals[HITS_FIRST]),
         saved_by_sharing=float(1.0 - used / entries) if entries > 0 else 0.0,
         requests_per_s=_rate(totals[FINISHED_COUNT], duration_s),

@@ -39,6 +39,8 @@ def sentences(result: WhatIfResult) -> tuple[str, ...]:
     base = result.base
     found = [f"As it was ({in_words(result, base)}): {_state(base)}."]
     others = [row for row in result.rows if not row.is_base]
+    began = [row.scheme.began for row in result.rows if not row.scheme.refused]
+    all_began = len(set(began)) <= 1
     for key, what, sign in (
         ("hit_rate_first", "The highest hit rate", -1.0),
         ("ttft_s.p99", "The shortest TTFT p99", 1.0),
@@ -49,11 +51,16 @@ def sentences(result: WhatIfResult) -> tuple[str, ...]:
             for row in (base, *others)  # of equal ones, the base first
             if (value := metric.read(row.scheme)) is not None and not row.scheme.refused
         ]
-        if known:
+        if known and (key != "ttft_s.p99" or all_began):
             best = min(known, key=lambda pair: pair[0])[1]
             shown = show_metric(metric, best.scheme)
             where = "as it was" if best.is_base else f"with {in_words(result, best)}"
             found.append(f"{what}, {shown} {metric.unit}, comes {where}.")
+    if not all_began:
+        found.append(
+            f"Before the time given was over {min(began):,} to {max(began):,} requests began: "
+            "times to first token are of those alone, and to be compared only where as many did."
+        )
     calm = [row for row in result.rows if not row.scheme.preemptions and not row.scheme.refused]
     if calm and shows_blocks(result):
         fewest = min(row.num_blocks * row.block_size for row in calm)
@@ -80,7 +87,7 @@ def _state(row: WhatIfRow) -> str:
     waste = WASTE.read(scheme)
     if waste is not None:
         parts.append(f"{show_number(100 * waste, 2)} % of the held slots are empty")
-    parts.append(f"{scheme.preemptions:,} preemptions")
+    parts.append(f"{scheme.preemptions:,} preemption{'' if scheme.preemptions == 1 else 's'}")
     if math.isfinite(scheme.ttft_s.p50):
         parts.append(
             f"first tokens after {show_seconds(scheme.ttft_s.p50)} (p50) and "
