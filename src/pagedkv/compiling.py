@@ -158,7 +158,7 @@ if config.DISABLE_JIT:
 
     def numbers_at(address: int, KIND: str) -> Any:
         """A pointer to the numbers of a dtype, by its name, at an address: for `numba.carray`."""
-        return ctypes.cast(address, ctypes.POINTER(np.ctypeslib.as_ctypes_type(KIND)))
+        return ctypes.cast(int(address), ctypes.POINTER(np.ctypeslib.as_ctypes_type(KIND)))
 
 else:
 
