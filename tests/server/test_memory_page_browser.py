@@ -170,10 +170,11 @@ def test_a_clicked_block_selects_its_sequence_with_its_table_and_any_tokens_plac
     )
     found = translate(table, 5, 4)
     assert page.evaluate("document.querySelector('.spelled').textContent").splitlines() == [
-        "slot = block_table[5 // 4] * 4 + 5 % 4",
-        "     = block_table[1] * 4 + 1",
-        f"     = {found.block} * 4 + 1",
-        f"     = {found.slot}",
+        "slot of token 5",
+        "= block_table[5 // 4] * 4 + 5 % 4",
+        "= block_table[1] * 4 + 1",
+        f"= {found.block} * 4 + 1",
+        f"= {found.slot}",
     ]
     page.evaluate(
         "(() => { const token = document.getElementById('token'); token.value = '500';"

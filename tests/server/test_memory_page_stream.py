@@ -95,12 +95,39 @@ def test_nothing_is_looked_at_while_nobody_watches(
     assert during
     [watcher] = server.watchers
     watch = watcher.__self__  # type: ignore[attr-defined]
-    while watch._looking is not None and not watch._looking.done():
+    while watch._session is not None and watch._session._is_awake:
         time.sleep(0.01)
     during = len(looks)
     for _ in range(5):
         server.step()
-    assert len(looks) == during and watch._session is None
+    assert len(looks) == during
+
+
+def test_a_page_that_is_loaded_anew_finds_the_same_names(server: StillServer) -> None:
+    [ended] = server.scheduler.add([1, 2], max_new_tokens=30)
+    with watching(server) as messages:
+        assert next(messages)[1]["sequences"][:, 1].tolist() == [1]
+        server.scheduler.cancel([ended])
+        server.scheduler.add([3, 4], max_new_tokens=30)
+        server.tell()
+        while 2 not in next(messages)[1]["sequences"][:, 1]:
+            pass
+    with watching(server) as messages:
+        assert next(messages)[1]["sequences"][:, 1].tolist() == [2]
+
+
+def test_when_nobody_has_watched_for_a_while_all_is_forgotten(
+    server: StillServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagedkv.server.memory_page.watch.LINGER_S", 0.0)
+    with watching(server) as messages:
+        next(messages)
+    [watcher] = server.watchers
+    watch = watcher.__self__  # type: ignore[attr-defined]
+    while watch._session is not None:
+        time.sleep(0.01)
+    with watching(server) as messages:
+        assert next(messages)[0]["kind"] == "whole"
 
 
 def test_a_look_that_fails_ends_the_stream_and_the_steps_go_on(

@@ -43,6 +43,10 @@ INTERVAL_S = 0.1
 IDLE_INTERVAL_S = 1.0
 """Between two looks while nothing happens."""
 
+LINGER_S = 10.0
+"""After the last watcher has left, until all that was told is forgotten: a page that is loaded anew
+finds the sequences by the same names, and the last minutes. There are no looks meanwhile."""
+
 MAX_WATCHERS = 16
 """Open pages; past it 429."""
 
@@ -116,7 +120,7 @@ class MemoryWatch:
             self._looking = asyncio.create_task(self._look_on())
 
     async def _look_on(self) -> None:
-        """Look again and again, until nobody watches."""
+        """Look again and again, until nobody has watched for a while."""
         loop = asyncio.get_running_loop()
         try:
             await asyncio.to_thread(_compile)
@@ -124,21 +128,31 @@ class MemoryWatch:
                 lambda engine: _Session(engine, self._serving, loop, self._deliver)
             )
             session = self._session
-            idle_since_s = 0.0
-            while self._watchers and not self._serving.is_draining and not session.has_failed:
-                # A step that takes the look in passing is cheaper than one that must wait for it.
-                was_taken = session.ask()
-                if not was_taken and (
-                    session.is_stirred or loop.time() - idle_since_s >= IDLE_INTERVAL_S
-                ):
-                    idle_since_s = loop.time()
-                    await self._serving.between_steps(session.look_if_asked)
+            left_s: float | None = None
+            while not (self._serving.is_draining or session.has_failed):
+                if self._watchers:
+                    left_s = None
+                    await self._look_where_due(session)
+                else:
+                    session.rest()
+                    left_s = loop.time() if left_s is None else left_s
+                    if loop.time() - left_s > LINGER_S:
+                        break
                 await asyncio.sleep(INTERVAL_S)
         finally:
             self._session = None
             for watcher in self._watchers:
                 watcher.is_over = True
                 watcher.news.set()
+
+    async def _look_where_due(self, session: _Session) -> None:
+        """Ask for a look; take it here where no step has taken the one that was asked for before.
+
+        A step that takes the look in passing is cheaper than one that must wait for it.
+        """
+        was_taken = session.ask()
+        if not was_taken and (session.is_stirred or session.idle_s >= IDLE_INTERVAL_S):
+            await self._serving.between_steps(session.look_if_asked)
 
     def _after_step(self, engine: Engine) -> None:
         """Called in the engine's thread after each step, and when orders were taken."""
@@ -164,7 +178,7 @@ class MemoryWatch:
 
 
 class _Session:
-    """From the first watcher that comes to the last one that leaves."""
+    """From the first watcher that comes until some time after the last one has left."""
 
     def __init__(
         self,
@@ -180,7 +194,9 @@ class _Session:
         self._loop = loop
         self._began_s = time.perf_counter()
         self._num_steps = scheduler.num_steps
+        self._looked_s = 0.0
         self._is_asked = False
+        self._is_awake = False
         self.is_stirred = True
         """Whether anything happened since the last look."""
         self.has_failed = False
@@ -206,11 +222,22 @@ class _Session:
     def ask(self) -> bool:
         """Ask for a look; returns whether the last one that was asked for has been taken."""
         was_taken = not self._is_asked
-        self._is_asked = True
+        self._is_asked = self._is_awake = True
         return was_taken
+
+    def rest(self) -> None:
+        """Nobody watches: look no more until somebody asks."""
+        self._is_asked = self._is_awake = False
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last look."""
+        return time.perf_counter() - self._looked_s
 
     def after_step(self, engine: Engine) -> None:
         """Note what the step did, and look where a look is due. Does not raise."""
+        if not self._is_awake:
+            return
         self.is_stirred = True
         scheduler = engine.scheduler
         if scheduler.num_steps != self._num_steps:
@@ -228,6 +255,7 @@ class _Session:
         if not self._is_asked or self.has_failed:
             return
         self._is_asked = self.is_stirred = False
+        self._looked_s = time.perf_counter()
         try:
             look = self._look(engine)
         except Exception as failure:

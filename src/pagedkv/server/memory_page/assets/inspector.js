@@ -170,10 +170,11 @@ export class Inspector {
     const size = memory.blockSize;
     if (isTyped && Number.isInteger(token)) this.token = token;
     const text = found
-      ? [`slot = block_table[${token} // ${size}] * ${size} + ${token} % ${size}`,
-        `     = block_table[${found.index}] * ${size} + ${found.offset}`,
-        `     = ${found.block} * ${size} + ${found.offset}`,
-        `     = ${found.slot}`].join("\n")
+      ? [`slot of token ${token}`,
+        `= block_table[${token} // ${size}] * ${size} + ${token} % ${size}`,
+        `= block_table[${found.index}] * ${size} + ${found.offset}`,
+        `= ${found.block} * ${size} + ${found.offset}`,
+        `= ${found.slot}`].join("\n")
       : sequence?.numComputed
         ? `its blocks hold tokens 0 to ${sequence.numComputed - 1}`
         : "it has no block now";
