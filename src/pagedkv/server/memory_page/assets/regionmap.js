@@ -30,7 +30,7 @@ export class RegionMap {
   draw() {
     if (!this.geometry) return;
     const { kinds, names, begins } = this;
-    const isFaded = this.selected !== undefined && this.memory.byName(this.selected) !== undefined;
+    const isFaded = this.#hasRegion(this.selected);
     if (isFaded !== this.isFaded) this.isAllStale = true;
     this.isFaded = isFaded;
     this.#fill();
@@ -41,6 +41,11 @@ export class RegionMap {
       }
     }
     this.isAllStale = false;
+  }
+
+  #hasRegion(name) {
+    return name !== undefined &&
+      this.memory.regionsOf(this.twin).some(({ sequence }) => sequence?.name === name);
   }
 
   #fill() {
