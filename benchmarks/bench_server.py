@@ -318,39 +318,42 @@ def beside_vllm(model: str | None) -> None:
         folder = model if model is not None and Path(model).is_dir() else made
         if folder == made:
             save_model(model or smollm2(), folder)
-        common = ["serve", "--dtype", "float32", "--max-num-seqs", str(CLIENTS), "--port", "8731"]
+        common = [
+            *("--model", folder, "--served-model-name", "model", "--dtype", "float32"),
+            *("--max-num-seqs", str(CLIENTS), "--max-model-len", "2048"),
+        ]
+        vllm = "vllm.entrypoints.openai.api_server"
         commands = {
-            "pagedkv": [
-                *(sys.executable, "-m", "pagedkv", *common, "--model", folder),
-                *("--served-model-name", "model", "--kv-memory", "1GiB"),
-            ],
-            "vLLM": [
-                *(f"{peers}/bin/vllm", *common, folder, "--served-model-name", "model"),
-                *("--max-model-len", "2048", "--no-enable-log-requests"),
-            ],
+            "pagedkv": [sys.executable, "-m", "pagedkv", "serve", *common, "--port", "8731"],
+            "vLLM": [f"{peers}/bin/python", "-m", vllm, *common, "--port", "8732"],
         }
-        for name, command in commands.items():
-            rates, first = [], []
-            with process(command, "http://127.0.0.1:8731"):
-                for i in range(ROUNDS + 1):
+        rates: dict[str, list[float]] = {name: [] for name in commands}
+        first: dict[str, list[float]] = {name: [] for name in commands}
+        with contextlib.ExitStack() as running:
+            urls = {name: running.enter_context(process(commands[name])) for name in commands}
+            for i in range(ROUNDS + 1):  # the first warms up
+                for name, url in urls.items():
                     bodies = bodies_of(prompts, model="model", cache_salt=f"round {i}")
-                    told = clients("http://127.0.0.1:8731", bodies)
-                    if i:  # the first warms up
-                        rates.append(tokens / told["took_s"])
-                        first += [answer["first_s"] for answer in told["answers"]]
+                    told = clients(url, bodies[:CLIENTS] if i == 0 else bodies)
                     bad = [a for a in told["answers"] if a["status"] != 200 or a["error"]]
                     if bad:
                         raise SystemExit(f"{name} answered {bad[0]}")
-            cuts = quantiles(first, n=100)
-            print(
-                f"  {name:8s} {max(rates):8.1f} tokens/s   (median {median(rates):.1f})   "
-                f"first token p50 {median(first) * 1e3:.0f} ms, p99 {cuts[98] * 1e3:.0f} ms"
-            )
+                    if i:
+                        rates[name].append(tokens / told["took_s"])
+                        first[name] += [answer["first_s"] for answer in told["answers"]]
+    for name in commands:
+        print(
+            f"  {name:8s} {median(rates[name]):8.1f} tokens/s   "
+            f"({min(rates[name]):.1f} to {max(rates[name]):.1f})   first token "
+            f"p50 {median(first[name]):.2f} s, p99 {quantiles(first[name], n=100)[98]:.2f} s"
+        )
+    print(f"  ours / it {median(rates['pagedkv']) / median(rates['vLLM']):.2f}   bar 1")
 
 
 @contextlib.contextmanager
-def process(command: list[str], url: str) -> Iterator[None]:
-    """A server as a process, from when it is ready."""
+def process(command: list[str]) -> Iterator[str]:
+    """A server as a process: its address, from when it is ready."""
+    url = f"http://127.0.0.1:{command[-1]}"
     env = {
         **os.environ,
         "PYTHONPATH": str(ROOT / "src") if "pagedkv" in command else "",
@@ -367,7 +370,7 @@ def process(command: list[str], url: str) -> Iterator[None]:
                     if urllib.request.urlopen(url + "/health").status == 200:
                         break
                 time.sleep(0.1)
-            yield
+            yield url
         finally:
             running.terminate()
             try:

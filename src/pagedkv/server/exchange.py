@@ -69,11 +69,6 @@ class Exchange:
         """What was asked of the engine."""
         return self._orders
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether all samples of all prompts have ended, or nobody waits for them any more."""
-        return self._has_ended
-
     async def accepted(self) -> None:
         """Wait until all prompts have arrived in the engine; raises its refusal of one."""
         while self.reason is None and None in self.requests:
