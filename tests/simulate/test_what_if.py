@@ -14,6 +14,7 @@ import pytest
 from models.browser import CHROMIUM, Browser
 from models.sample_results import sample_result
 from pagedkv.simulate.metrics import METRICS, WASTE, show_metric
+from pagedkv.simulate.report_page import prose
 from pagedkv.simulate.results import WhatIfResult, WhatIfRow
 from pagedkv.simulate.what_if import COLUMNS, columns_of, sentences
 from pagedkv.simulate.what_if_report import MOST_LINES, what_if_html, write_what_if_report
@@ -136,6 +137,14 @@ def test_the_charts_have_a_line_for_each_other_setting_and_the_base_on_top() -> 
         ("block-size 32", ["50", "100"], [5, 0]),
     ]
     assert (base["x"], base["y"]) == (["100"], [2])
+    assert base["cliponaxis"] is False  # where its number is 0, half of it would be missing
+
+
+def test_a_flag_is_not_broken_between_its_hyphens() -> None:
+    assert '<span class="nowrap">--json</span> FILE' in HTML
+    assert prose("a <b> --no-prefix-caching x") == (
+        'a &lt;b&gt; <span class="nowrap">--no-prefix-caching</span> x'
+    )
 
 
 def test_more_lines_than_can_be_told_apart_are_left_out_and_said() -> None:

@@ -58,7 +58,7 @@ def section(name: str, title: str, text: str, content: str) -> str:
     """A part of the page with its heading, a paragraph, and what it shows."""
     return (
         f'<section id="s-{name}" aria-labelledby="h-{name}"><h2 id="h-{name}">{escape(title)}'
-        f"</h2>\n<p>{escape(text)}</p>\n{content}</section>"
+        f"</h2>\n<p>{prose(text)}</p>\n{content}</section>"
     )
 
 
@@ -82,8 +82,8 @@ def line_sample(index: int) -> str:
 
 
 def prose(text: str) -> str:
-    """Escaped, with the names of schemes kept from breaking at their hyphen."""
-    return re.sub(r"reserve-\w+", r'<span class="nowrap">\g<0></span>', escape(text))
+    """Escaped, with flags and the names of schemes kept from breaking at their hyphens."""
+    return re.sub(r"--[a-z][a-z-]*|reserve-\w+", r'<span class="nowrap">\g<0></span>', escape(text))
 
 
 def term(definition: Definition) -> str:

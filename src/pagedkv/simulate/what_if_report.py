@@ -139,6 +139,7 @@ def _figure(
             "x": [result.base.values[across]],
             "y": [_shown(metric, result.base)],
             "marker": {"size": 12, "symbol": "diamond", "color": "--here"},
+            "cliponaxis": False,  # whole at 0, too
             "hovertemplate": "%{x}: %{y:,.4~g}",
         }
     )
