@@ -156,6 +156,27 @@ def test_each_choice_is_the_simulation_with_those_options(
     assert rows[0]["preemptions"] != rows[2]["preemptions"]
 
 
+@pytest.mark.parametrize(
+    ("varied", "option"),
+    [
+        ("watermark=0.5", ["--watermark", "0.5"]),
+        ("chunked-prefill=off", ["--no-chunked-prefill"]),
+        ("prefix-caching=off", ["--no-prefix-caching"]),
+        ("max-num-seqs=5", ["--max-num-seqs", "5"]),
+        ("max-num-batched-tokens=900", ["--max-num-batched-tokens", "900"]),
+    ],
+)
+def test_each_setting_is_the_option_of_its_name(
+    numbers: Callable[..., dict[str, Any]], varied: str, option: list[str]
+) -> None:
+    traffic = [*TRAFFIC, "--max-num-batched-tokens", "300"]
+    base, row = numbers(*traffic, "--what-if", varied)["choices"]
+    [alone] = numbers("--scheme", "paged", *traffic, *option)["schemes"]
+    metrics = row.keys() & alone.keys()
+    assert {key: row[key] for key in metrics} == {key: alone[key] for key in metrics}
+    assert {key: row[key] for key in metrics} != {key: base[key] for key in metrics}
+
+
 def test_the_settings_name_the_one_scheme_that_is_asked_about(
     numbers: Callable[..., dict[str, Any]],
 ) -> None:
