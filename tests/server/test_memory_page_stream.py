@@ -205,6 +205,13 @@ def test_the_page_may_load_nothing_from_elsewhere_and_stand_in_no_frame(
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
 
 
+def test_a_query_changes_nothing_of_the_page(server: StillServer) -> None:
+    hostile = {"content": "<script>alert(1)</script>", "media_type": "text/plain"}
+    answer = httpx.get(f"{server.url}/memory", params=hostile)
+    assert answer.content == FILES["/memory"][0]
+    assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
+
+
 def test_the_colours_are_those_of_the_simulators_report(server: StillServer) -> None:
     palette = httpx.get(f"{server.url}/memory/palette.css").text
     assert "--cached: #009E73" in palette and "--shared: #CC79A7" in palette

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import resources
 
 from fastapi import FastAPI, Response
@@ -66,18 +66,22 @@ def add_memory_page(app: FastAPI, serving: Serving) -> None:
 
     for path, (content, media_type) in FILES.items():
         app.add_api_route(
-            path,
-            lambda content=content, media_type=media_type: Response(
-                content, media_type=media_type, headers=_HEADERS
-            ),
-            methods=["GET"],
-            include_in_schema=False,
+            path, _file(content, media_type), methods=["GET"], include_in_schema=False
         )
 
     @app.get("/memory/stream", include_in_schema=False)
     async def stream() -> Response:
         watch.check_open()
         return _MemoryStream(watch.messages())
+
+
+def _file(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:
+    """An endpoint that answers with a file. It takes nothing: a parameter would be the query's."""
+
+    async def answer() -> Response:
+        return Response(content, media_type=media_type, headers=_HEADERS)
+
+    return answer
 
 
 class _MemoryStream(Response):

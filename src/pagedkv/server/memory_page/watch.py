@@ -86,12 +86,12 @@ class MemoryWatch:
         serving.llm.watch(self._after_step)
 
     async def messages(self) -> AsyncIterator[bytes]:
-        """Messages for one page, until the server drains. Raises `ApiError` 429 at the first.
+        """Messages for one page, until the server drains; `check_open` comes before.
 
         The first has kind `whole`, and so has one after which a slow reader goes on.
         """
         watcher = Watcher()
-        await self._begin(watcher)
+        self._begin(watcher)
         try:
             while not watcher.is_over:
                 await watcher.news.wait()
@@ -111,8 +111,7 @@ class MemoryWatch:
                 retry_after_s=10,
             )
 
-    async def _begin(self, watcher: Watcher) -> None:
-        self.check_open()
+    def _begin(self, watcher: Watcher) -> None:
         self._watchers.add(watcher)
         if self._session is not None:
             self._session.is_stirred = True  # who comes new sees something at once
