@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from html import escape
+from typing import Any
 
 from pagedkv.simulate.headline import memory_size, traffic_size
 from pagedkv.simulate.metrics import Metric, show_metric
@@ -113,7 +114,7 @@ def _charts(
 def _figure(
     result: WhatIfResult, metric: Metric, across: int, lines: list[tuple[str, list[WhatIfRow]]]
 ) -> Figure:
-    data = []
+    data: list[dict[str, Any]] = []
     for i, (label, rows) in enumerate(lines):
         data.append(
             {
