@@ -96,6 +96,25 @@ def test_each_constant_that_is_closed_over_has_its_own_code_in_the_cache(
 
 
 @pytest.mark.skipif(not IS_COMPILED, reason="NUMBA_DISABLE_JIT=1")
+def test_two_processes_that_compile_at_once_do_not_get_each_others_code(tmp_path: Path) -> None:
+    one, other = (compiling._CodeFiles(str(tmp_path), "kernel") for _ in range(2))
+    assert one.load(("float32", 64)) is other.load(("float32", 128)) is None
+    one.save(("float32", 64), "code for 64")
+    other.save(("float32", 128), "code for 128")  # neither has seen that the other began
+    for files in (one, other):
+        assert files.load(("float32", 64)) == "code for 64"
+        assert files.load(("float32", 128)) == "code for 128"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_code_that_cannot_be_read_is_compiled_again(tmp_path: Path) -> None:
+    files = compiling._CodeFiles(str(tmp_path), "kernel")
+    files.save("key", "code")
+    [path] = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-3])
+    assert files.load("key") is None
+
+
 def test_only_constants_and_compiled_functions_may_be_closed_over() -> None:
     constants = [1, 2]
 

@@ -20,6 +20,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import pickle
 import re
 import sys
 import tempfile
@@ -34,6 +35,7 @@ from numba import types
 from numba.core import config, event
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.ccallback import CFunc
+from numba.core.serialize import dumps
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
@@ -331,8 +333,43 @@ class _CacheImplForTasks(CompileResultCacheImpl):  # type: ignore[misc]
     _locator_classes = [_LocatorForTasks]
 
 
+class _CodeFiles:
+    """Compiled code on disk: a file for each form, named by all that tells it from others.
+
+    Numba numbers the files of a function and keeps an index of them. Two processes that compile
+    two forms at once both take the next number, and may leave an index that leads from one form
+    to the code of the other: attention for another head size, which writes where it must not.
+    """
+
+    def __init__(self, folder: str, base: str) -> None:
+        self._folder = Path(folder)
+        self._base = base
+
+    def load(self, key: Any) -> Any:
+        """What was saved under `key`; None if nothing was, or nothing that can be read."""
+        try:
+            return pickle.loads(self._path(key).read_bytes())
+        except (OSError, EOFError, pickle.UnpicklingError):
+            return None
+
+    def save(self, key: Any, data: Any) -> None:
+        """Keep `data` under `key`, whole or not at all."""
+        path = self._path(key)
+        with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+            file.write(dumps(data))
+        os.replace(file.name, path)
+
+    def _path(self, key: Any) -> Path:
+        digest = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+        return self._folder / f"{self._base}.{digest}.nbc"
+
+
 class _Cache(FunctionCache):  # type: ignore[misc]
     _impl_class: type[CompileResultCacheImpl] = _CacheImpl
+
+    def __init__(self, py_func: Callable[..., Any]) -> None:
+        super().__init__(py_func)
+        self._cache_file = _CodeFiles(self._cache_path, self._impl.filename_base)
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         """What tells one compiled form of a function from another.
