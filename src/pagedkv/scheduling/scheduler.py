@@ -248,9 +248,7 @@ def end(
 ) -> None:
     """The sequences `ending` end, int64 [n], from whichever state each is in.
 
-    Those that run give back their blocks in the order in which they began to run, whatever their
-    order in `ending`: which block is handed out next hangs on it, and so a run can be repeated
-    by somebody who knows no more than who ended.
+    Those that run give back their blocks whatever their order in `ending`, see `drop_finished`.
     """
     any_runs = False
     for i in range(len(ending)):
@@ -263,11 +261,21 @@ def end(
         if queues.counters[BLOCKED] == s:  # its number may become another's
             queues.counters[BLOCKED] = -1
     if any_runs:
-        for i in range(queues.counters[RUNNING_SIZE]):
-            s = queues.running[i]
-            if sequences.state[s] == FINISHED:
-                finish(memory, sequences, s, block_size)
-        queue.drop_finished(sequences, queues)
+        drop_finished(memory, sequences, queues, block_size)
+
+
+@compiled_in_place
+def drop_finished(memory: Memory, sequences: Sequences, queues: Queues, block_size: int) -> None:
+    """The running sequences whose state says that they have finished give back their blocks.
+
+    In the order in which they began to run: which block is handed out next hangs on it, and so a
+    run can be repeated by somebody who knows no more than who ended.
+    """
+    for i in range(queues.counters[RUNNING_SIZE]):
+        s = queues.running[i]
+        if sequences.state[s] == FINISHED:
+            finish(memory, sequences, s, block_size)
+    queue.drop_finished(sequences, queues)
 
 
 @compiled_in_place

@@ -9,10 +9,9 @@ from pagedkv.compiling import compiled_in_place
 from pagedkv.memory.allocation import Memory
 from pagedkv.memory.block_table import blocks_for
 from pagedkv.memory.blocks import CACHED, FREE, PUBLISHED
-from pagedkv.scheduling import queues as queue
 from pagedkv.scheduling import scheduler
 from pagedkv.scheduling.limits import Limits
-from pagedkv.scheduling.queues import RUNNING_SIZE, WAITING_SIZE, Queues, Sequences
+from pagedkv.scheduling.queues import FINISHED, RUNNING_SIZE, WAITING_SIZE, Queues, Sequences
 from pagedkv.scheduling.scheduler import Plan
 from pagedkv.simulate import observation as observed
 from pagedkv.simulate import run as running
@@ -100,15 +99,15 @@ def _let_leave(
 
 @compiled_in_place
 def _finish(memory: Memory, sequences: Sequences, queues: Queues, block_size: int) -> None:
-    """Who has all of its tokens ends; as in `scheduler.end`, in the order in which they run."""
+    """Who has all of its tokens ends."""
     any_done = False
     for i in range(queues.counters[RUNNING_SIZE]):
         s = queues.running[i]
         if running.is_done(sequences, s):
-            scheduler.finish(memory, sequences, s, block_size)
+            sequences.state[s] = FINISHED
             any_done = True
     if any_done:
-        queue.drop_finished(sequences, queues)
+        scheduler.drop_finished(memory, sequences, queues, block_size)
 
 
 @compiled_in_place
