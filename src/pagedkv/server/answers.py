@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pagedkv.engine.core import Request
+from pagedkv.engine.outputs import Chunk
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.errors import InvalidInput
 from pagedkv.server.errors import ApiError, from_invalid_input
+from pagedkv.server.event_stream import DONE
+from pagedkv.server.exchange import ClientLeft, Exchange
 from pagedkv.server.sampling_schema import SamplingFields
 
 
@@ -102,6 +105,40 @@ def usage(requests: Sequence[Request], ask: Ask) -> dict[str, Any]:
             "cached_tokens": sum(request.num_cached_tokens or 0 for request in requests)
         },
     }
+
+
+async def answer_events(
+    exchange: Exchange,
+    ask: Ask,
+    heading: Heading,
+    choices: Callable[[int, Chunk], Iterable[str]],
+    *,
+    has_usage: bool,
+) -> AsyncIterator[bytes]:
+    """An answer as events, a piece for all that came at once.
+
+    `choices` says which choices, as JSON, a chunk of a prompt (by its place) gives.
+    """
+    before = heading.event_before_choices()
+    after = ',"usage":null}\n\n' if has_usage else "}\n\n"
+    try:
+        while came := await exchange.chunks():
+            events = [
+                f"{before}{choice}]{after}"
+                for place, chunk in came
+                if chunk.text or chunk.finish_reason or chunk.logprobs
+                for choice in choices(place, chunk)
+            ]
+            if events:
+                yield "".join(events).encode()
+        if has_usage:
+            told = [request for request in exchange.requests if request is not None]
+            yield f'{before}],"usage":{json.dumps(usage(told, ask))}}}\n\n'.encode()
+    except ClientLeft:
+        raise
+    except Exception as error:
+        yield error_event(error)
+    yield DONE
 
 
 def error_event(error: Exception) -> bytes:

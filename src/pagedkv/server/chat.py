@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from pagedkv.engine.core import Request
 from pagedkv.engine.outputs import Chunk, Completion
-from pagedkv.server.answers import Ask, Heading, error_event, usage
+from pagedkv.server.answers import Ask, Heading, answer_events, usage
 from pagedkv.server.chat_schema import ChatRequest, template_messages
-from pagedkv.server.event_stream import DONE
-from pagedkv.server.exchange import ClientLeft, Exchange
+from pagedkv.server.exchange import Exchange
 from pagedkv.server.logprob_shapes import TokenNames, chat_logprobs
 from pagedkv.server.prompts import PromptReader
 
@@ -56,34 +55,19 @@ def chat_answer(
     return {**heading.fields, "choices": choices, "usage": usage(requests, ask)}
 
 
-async def chat_events(
+def chat_events(
     exchange: Exchange, ask: Ask, model: str, names: TokenNames | None, *, has_usage: bool
 ) -> AsyncIterator[bytes]:
-    """The answer as events, a piece for all that came at once."""
-    heading = Heading.new("chatcmpl", "chat.completion.chunk", model)
-    before = heading.event_before_choices()
-    after = ',"usage":null}\n\n' if has_usage else "}\n\n"
+    """The answer as events."""
     begun: set[int] = set()
-    try:
-        while came := await exchange.chunks():
-            events = []
-            for _, chunk in came:
-                if not (chunk.text or chunk.finish_reason or chunk.logprobs):
-                    continue
-                for place in ask.places(0, chunk.sample):
-                    choice = _piece(chunk, place, place not in begun, names)
-                    begun.add(place)
-                    events.append(f"{before}{choice}]{after}")
-            if events:
-                yield "".join(events).encode()
-        if has_usage:
-            told = [request for request in exchange.requests if request is not None]
-            yield f'{before}],"usage":{json.dumps(usage(told, ask))}}}\n\n'.encode()
-    except ClientLeft:
-        raise
-    except Exception as error:
-        yield error_event(error)
-    yield DONE
+
+    def choices(_: int, chunk: Chunk) -> Iterator[str]:
+        for place in ask.places(0, chunk.sample):
+            yield _piece(chunk, place, place not in begun, names)
+            begun.add(place)
+
+    heading = Heading.new("chatcmpl", "chat.completion.chunk", model)
+    return answer_events(exchange, ask, heading, choices, has_usage=has_usage)
 
 
 def _choice(completion: Completion, place: int, names: TokenNames | None) -> dict[str, Any]:

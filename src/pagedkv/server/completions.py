@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from pagedkv.engine.core import Request
 from pagedkv.engine.outputs import Chunk, Completion
-from pagedkv.server.answers import Ask, Heading, error_event, usage
+from pagedkv.server.answers import Ask, Heading, answer_events, usage
 from pagedkv.server.completion_schema import CompletionRequest
-from pagedkv.server.event_stream import DONE
-from pagedkv.server.exchange import ClientLeft, Exchange
+from pagedkv.server.exchange import Exchange
 from pagedkv.server.logprob_shapes import TokenNames, completion_logprobs
 from pagedkv.server.prompts import PromptReader
 
@@ -83,7 +82,7 @@ def completion_answer(
     return {**heading.fields, "choices": choices, "usage": counts}
 
 
-async def completion_events(
+def completion_events(
     body: CompletionRequest,
     exchange: Exchange,
     texts: Sequence[str],
@@ -91,36 +90,22 @@ async def completion_events(
     model: str,
     names: TokenNames | None,
 ) -> AsyncIterator[bytes]:
-    """The answer as events, a piece for all that came at once."""
-    has_usage = body.stream_options is not None and body.stream_options.include_usage
-    before = Heading.new("cmpl", "text_completion", model).event_before_choices()
-    after = ',"usage":null}\n\n' if has_usage else "}\n\n"
+    """The answer as events."""
     shown: dict[int, int] = {}  # characters before the next token of a choice
-    try:
-        while came := await exchange.chunks():
-            events = []
-            for place, chunk in came:
-                if not (chunk.text or chunk.finish_reason or chunk.logprobs):
-                    continue
-                for index in ask.places(place, chunk.sample):
-                    if index not in shown and body.echo:
-                        request = exchange.requests[place]
-                        assert request is not None
-                        event = _echoed(request, index, texts[place], names)
-                        events.append(f"{before}{event}]{after}")
-                    offset = shown.get(index, len(texts[place]) if body.echo else 0)
-                    choice, shown[index] = _piece(body, chunk, index, offset, names)
-                    events.append(f"{before}{choice}]{after}")
-            if events:
-                yield "".join(events).encode()
-        if has_usage:
-            told = [request for request in exchange.requests if request is not None]
-            yield f'{before}],"usage":{json.dumps(usage(told, ask))}}}\n\n'.encode()
-    except ClientLeft:
-        raise
-    except Exception as error:
-        yield error_event(error)
-    yield DONE
+
+    def choices(place: int, chunk: Chunk) -> Iterator[str]:
+        for index in ask.places(place, chunk.sample):
+            if index not in shown and body.echo:
+                request = exchange.requests[place]
+                assert request is not None
+                yield _echoed(request, index, texts[place], names)
+            offset = shown.get(index, len(texts[place]) if body.echo else 0)
+            choice, shown[index] = _piece(body, chunk, index, offset, names)
+            yield choice
+
+    heading = Heading.new("cmpl", "text_completion", model)
+    has_usage = body.stream_options is not None and body.stream_options.include_usage
+    return answer_events(exchange, ask, heading, choices, has_usage=has_usage)
 
 
 def _best(request: Request, ask: Ask) -> list[Completion]:
