@@ -23,6 +23,7 @@ from pagedkv.simulate.results import (
     SchemeResult,
     SimulationResult,
     Timeline,
+    WhatIfResult,
 )
 from pagedkv.simulate.whole_file import write_whole
 
@@ -94,17 +95,26 @@ def write_json(result: SimulationResult, path: str | os.PathLike[str]) -> None:
 
     Raises `InvalidInput` where the path cannot be written.
     """
-    text = json.dumps(as_json(result), ensure_ascii=False, allow_nan=False)
+    write_content(as_json(result), path)
+
+
+def write_content(content: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a result that is dictionaries and lists already, whole or not at all.
+
+    Raises `InvalidInput` where the path cannot be written.
+    """
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False)
     # surrogateescape names (odd file names on Linux) must not stop the writing
     write_whole(path, text.encode("utf-8", errors="replace") + b"\n")
 
 
-def as_json(result: SimulationResult) -> dict[str, Any]:
-    """The result as dictionaries, lists, numbers and strings, with the keys of `KEYS`."""
-    slots = result.num_blocks * result.block_size
-    content = {
-        "format": FORMAT,
-        "version": VERSION,
+def heading_of(
+    result: SimulationResult | WhatIfResult, *, file_format: str, version: int
+) -> dict[str, Any]:
+    """What every kind of result begins with: what it is, how to repeat it, and the traffic."""
+    return {
+        "format": file_format,
+        "version": version,
         "command": result.command,
         "settings": dict(result.settings),
         "trace": {
@@ -115,6 +125,14 @@ def as_json(result: SimulationResult) -> dict[str, Any]:
             "prompt_tokens": result.prompt_tokens,
             "output_tokens": result.output_tokens,
         },
+    }
+
+
+def as_json(result: SimulationResult) -> dict[str, Any]:
+    """The result as dictionaries, lists, numbers and strings, with the keys of `KEYS`."""
+    slots = result.num_blocks * result.block_size
+    content = {
+        **heading_of(result, file_format=FORMAT, version=VERSION),
         "memory": {
             "num_blocks": result.num_blocks,
             "block_size": result.block_size,

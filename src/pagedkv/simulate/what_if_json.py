@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
 from pagedkv.simulate.metrics import METRICS, WASTE
-from pagedkv.simulate.result_json import metrics_of, plain_json
+from pagedkv.simulate.result_json import heading_of, metrics_of, plain_json, write_content
 from pagedkv.simulate.results import WhatIfResult
-from pagedkv.simulate.whole_file import write_whole
 
 FORMAT = "pagedkv-what-if"
 VERSION = 1
@@ -46,25 +44,13 @@ def write_what_if_json(result: WhatIfResult, path: str | os.PathLike[str]) -> No
 
     Raises `InvalidInput` where the path cannot be written.
     """
-    text = json.dumps(what_if_as_json(result), ensure_ascii=False, allow_nan=False)
-    write_whole(path, text.encode("utf-8", errors="replace") + b"\n")
+    write_content(what_if_as_json(result), path)
 
 
 def what_if_as_json(result: WhatIfResult) -> dict[str, Any]:
     """The result as dictionaries, lists, numbers and strings, with the keys of `KEYS`."""
     content = {
-        "format": FORMAT,
-        "version": VERSION,
-        "command": result.command,
-        "settings": dict(result.settings),
-        "trace": {
-            "name": result.trace_name,
-            "format": result.trace_format,
-            "num_requests": result.num_requests,
-            "num_answers": result.num_answers,
-            "prompt_tokens": result.prompt_tokens,
-            "output_tokens": result.output_tokens,
-        },
+        **heading_of(result, file_format=FORMAT, version=VERSION),
         "bytes_per_token": result.bytes_per_token,
         "varied": list(result.names),
         "remarks": list(result.remarks),
