@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagedkv.cli import generate as command
+from pagedkv.cli import extras
 from pagedkv.cli.main import run
 
 HAS_ENGINE = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
@@ -31,7 +31,7 @@ def test_help_needs_neither_torch_nor_a_second(capsys: pytest.CaptureFixture[str
 def test_without_the_extra_one_line_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_NEEDED", ("torch_of_the_future",))
+    monkeypatch.setattr(extras, "_ENGINE", ("torch_of_the_future",))
     line = error_of(capsys, "--model", "x", "Hello")
     assert line == ("pagedkv: running models needs torch_of_the_future: install pagedkv[engine]")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from pagedkv.cli import extras
 from pagedkv.cli import serve as command
 from pagedkv.cli.main import run
 
@@ -42,7 +43,7 @@ def test_without_a_model_or_the_extra_one_line_says_so(
 ) -> None:
     assert "no model: give --model" in error_of(capsys)
     monkeypatch.setattr(command, "require_engine", lambda: None)
-    monkeypatch.setattr(command, "_NEEDED", ("fastapi_of_the_future",))
+    monkeypatch.setattr(extras, "_SERVER", ("fastapi_of_the_future",))
     line = error_of(capsys, "--model", "x")
     assert line == "pagedkv: serving needs fastapi_of_the_future: install pagedkv[server]"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 import textwrap
@@ -11,6 +10,22 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
+from pagedkv.cli.extras import require_engine
+from pagedkv.cli.model_options import (
+    MEMORY,
+    RECORD_HELP,
+    BlockSize,
+    Dtype,
+    GGUFFile,
+    KVMemory,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    Model,
+    NumBlocks,
+    NumTokens,
+    PrefixCaching,
+)
 from pagedkv.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -18,31 +33,16 @@ if TYPE_CHECKING:
     from pagedkv.engine.llm import Prompt
     from pagedkv.engine.outputs import BeamGeneration, Chunk
 
-_MODEL, _SAMPLING, _MEMORY = "Model", "Sampling", "Memory and batching"
-_NEEDED = ("torch", "transformers", "safetensors")
+_SAMPLING = "Sampling"
 
 
 def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(help="Prompts, each in quotes.", show_default=False)
     ] = None,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="A Hugging Face id, a model's folder, or a GGUF file.", rich_help_panel=_MODEL
-        ),
-    ] = "",
-    gguf_file: Annotated[
-        str | None,
-        typer.Option(help="The GGUF file in that id or folder.", rich_help_panel=_MODEL),
-    ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="auto, float32, bfloat16 or float16; auto is the model's own.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = "auto",
+    model: Model = "",
+    gguf_file: GGUFFile = None,
+    dtype: Dtype = "auto",
     prompts_file: Annotated[
         Path | None, typer.Option(help="A file with one prompt a line; - is standard input.")
     ] = None,
@@ -108,45 +108,19 @@ def generate(
             rich_help_panel=_SAMPLING,
         ),
     ] = None,
-    kv_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory for keys and values, like 2GiB.  [default: 1GiB]",
-            rich_help_panel=_MEMORY,
-        ),
-    ] = None,
-    num_blocks: Annotated[
-        int | None, typer.Option(help="The same in blocks.", rich_help_panel=_MEMORY)
-    ] = None,
-    num_tokens: Annotated[
-        int | None, typer.Option(help="The same in tokens.", rich_help_panel=_MEMORY)
-    ] = None,
-    block_size: Annotated[
-        int, typer.Option(help="Tokens in a block.", rich_help_panel=_MEMORY)
-    ] = 16,
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            help="Longest sequence, prompt and answer.  [default: the model's]",
-            rich_help_panel=_MEMORY,
-        ),
-    ] = None,
-    max_num_seqs: Annotated[
-        int, typer.Option(help="Sequences that run at once.", rich_help_panel=_MEMORY)
-    ] = 256,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Tokens of one step.", rich_help_panel=_MEMORY)
-    ] = 2048,
-    prefix_caching: Annotated[
-        bool,
-        typer.Option(help="Share the blocks of equal prefixes.", rich_help_panel=_MEMORY),
-    ] = True,
+    kv_memory: KVMemory = None,
+    num_blocks: NumBlocks = None,
+    num_tokens: NumTokens = None,
+    block_size: BlockSize = 16,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = 256,
+    max_num_batched_tokens: MaxNumBatchedTokens = 2048,
+    prefix_caching: PrefixCaching = True,
     record: Annotated[
         Path | None,
         typer.Option(
-            help="Write the run to this new file, for `pagedkv simulate --by-step`: no token, no "
-            "text. Compressed where it ends in .gz or .zst.",
-            rich_help_panel=_MEMORY,
+            help=RECORD_HELP,
+            rich_help_panel=MEMORY,
         ),
     ] = None,
 ) -> None:
@@ -227,13 +201,6 @@ def generate(
         for line in statistics_lines(llm.statistics()):
             _to_stderr(line)
     llm.close()
-
-
-def require_engine() -> None:
-    """Raise `InvalidInput`, one line, where the packages of the extra are not installed."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise InvalidInput(f"running models needs {' and '.join(missing)}: install pagedkv[engine]")
 
 
 def statistics_lines(statistics: EngineStatistics) -> list[str]:

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pagedkv.cli.generate import require_engine
+from pagedkv.cli.extras import require_engine, require_server
+from pagedkv.cli.model_options import (
+    MODEL,
+    RECORD_HELP,
+    BlockSize,
+    Dtype,
+    GGUFFile,
+    KVMemory,
+    MaxModelLen,
+    MaxNumBatchedTokens,
+    MaxNumSeqs,
+    Model,
+    NumBlocks,
+    NumTokens,
+    PrefixCaching,
+)
 from pagedkv.errors import InvalidInput
 
-_MODEL, _SERVER, _LIMITS, _MEMORY = "Model", "Server", "Limits", "Memory and batching"
-_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+_SERVER, _LIMITS = "Server", "Limits"
 
 
 def serve(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="A Hugging Face id, a model's folder, or a GGUF file.", rich_help_panel=_MODEL
-        ),
-    ] = "",
-    gguf_file: Annotated[
-        str | None,
-        typer.Option(help="The GGUF file in that id or folder.", rich_help_panel=_MODEL),
-    ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="auto, float32, bfloat16 or float16; auto is the model's own.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = "auto",
+    model: Model = "",
+    gguf_file: GGUFFile = None,
+    dtype: Dtype = "auto",
     served_model_name: Annotated[
         str | None,
         typer.Option(
             help="What clients call the model.  [default: --model as given]",
-            rich_help_panel=_MODEL,
+            rich_help_panel=MODEL,
         ),
     ] = None,
     host: Annotated[
@@ -69,8 +68,7 @@ def serve(
     record: Annotated[
         Path | None,
         typer.Option(
-            help="Write the run to this new file, for `pagedkv simulate --by-step`: no token, no "
-            "text. Compressed where it ends in .gz or .zst.",
+            help=RECORD_HELP,
             rich_help_panel=_SERVER,
         ),
     ] = None,
@@ -100,39 +98,14 @@ def serve(
     max_connections: Annotated[
         int, typer.Option(help="Open connections; past it 503.", rich_help_panel=_LIMITS)
     ] = 4_096,
-    kv_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory for keys and values, like 2GiB.  [default: 1GiB]",
-            rich_help_panel=_MEMORY,
-        ),
-    ] = None,
-    num_blocks: Annotated[
-        int | None, typer.Option(help="The same in blocks.", rich_help_panel=_MEMORY)
-    ] = None,
-    num_tokens: Annotated[
-        int | None, typer.Option(help="The same in tokens.", rich_help_panel=_MEMORY)
-    ] = None,
-    block_size: Annotated[
-        int, typer.Option(help="Tokens in a block.", rich_help_panel=_MEMORY)
-    ] = 16,
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            help="Longest sequence, prompt and answer.  [default: the model's]",
-            rich_help_panel=_MEMORY,
-        ),
-    ] = None,
-    max_num_seqs: Annotated[
-        int, typer.Option(help="Sequences that run at once.", rich_help_panel=_MEMORY)
-    ] = 256,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Tokens of one step.", rich_help_panel=_MEMORY)
-    ] = 2048,
-    prefix_caching: Annotated[
-        bool,
-        typer.Option(help="Share the blocks of equal prefixes.", rich_help_panel=_MEMORY),
-    ] = True,
+    kv_memory: KVMemory = None,
+    num_blocks: NumBlocks = None,
+    num_tokens: NumTokens = None,
+    block_size: BlockSize = 16,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = 256,
+    max_num_batched_tokens: MaxNumBatchedTokens = 2048,
+    prefix_caching: PrefixCaching = True,
 ) -> None:
     """Serve a model to the clients of OpenAI's API, its keys and values in blocks."""
     if not model:
@@ -179,13 +152,6 @@ def serve(
                 drain_s=drain_seconds,
                 announce=_say,
             ).run()
-
-
-def require_server() -> None:
-    """Raise `InvalidInput`, one line, where the packages of the extra are not installed."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise InvalidInput(f"serving needs {' and '.join(missing)}: install pagedkv[server]")
 
 
 def _say(line: str) -> None:
