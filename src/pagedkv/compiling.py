@@ -80,13 +80,6 @@ def compiled_inline(function: F) -> F:
     return cast(F, _InPlace(function, _nrt=False, forceinline=True))
 
 
-def compiled_unlocked(function: F) -> F:
-    """`compiled_in_place` for what Python calls and other Python threads may run beside."""
-    if config.DISABLE_JIT:
-        return function
-    return cast(F, _dispatcher(function, _Cache, _nrt=False, nogil=True))
-
-
 class CompiledTask:
     """What threads run that are not Python's: they know no arguments but one address.
 

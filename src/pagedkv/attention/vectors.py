@@ -87,9 +87,6 @@ if config.DISABLE_JIT:
         counters[i] += 1
         return int(counters[i]) - 1
 
-    def seen(counters: NDArray[np.int64], i: int) -> int:
-        return int(counters[i])
-
     def score_rows(
         q: NDArray[np.float32],
         keys: NDArray[Any],
@@ -203,16 +200,6 @@ else:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             code = VectorCode(context, builder, signature, arguments)
             return builder.atomic_rmw("add", code.pointer(0, arguments[1]), INT(1), "acq_rel")
-
-        return types.int64(counters, types.int64), generate
-
-    @_emitted
-    def seen(typing_context: Any, counters: Any, i: Any) -> Any:
-        """Counter `i` as other threads left it, and with it what they wrote before."""
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            code = VectorCode(context, builder, signature, arguments)
-            return builder.load_atomic(code.pointer(0, arguments[1]), "acquire", 8)
 
         return types.int64(counters, types.int64), generate
 

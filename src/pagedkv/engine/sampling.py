@@ -89,8 +89,6 @@ class SamplerState:
         self.end_ids: tuple[int, ...] = ()
         if params.min_tokens:
             self.end_ids = tuple(sorted({*end_ids, *params.stop_token_ids}))
-        self.takes_largest = params.is_greedy and not params.has_penalties and not params.logit_bias
-        """Whether, once `min_tokens` is reached, the largest logit is all that matters."""
 
     def append(self, token_id: int) -> None:
         """Note the token that was chosen."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pagedkv.compiling import compiled_in_place, compiled_inline
 from pagedkv.memory import block_pool, block_table, copy_on_write, prefix_cache
 from pagedkv.memory.block_table import NO_BLOCK, BlockTables, blocks_for, make_tables
-from pagedkv.memory.blocks import FREE, NO_KEY, PUBLISHED, BlockPool, make_pool
+from pagedkv.memory.blocks import NO_KEY, PUBLISHED, BlockPool, make_pool
 
 AHEAD = 16
 """How many blocks ahead of a loop the index is told of what comes."""
@@ -185,9 +185,3 @@ def release(memory: Memory, row: int, block_size: int) -> None:
         block_pool.release(memory.pool, int(tables.entries[row, i]))
         tables.entries[row, i] = NO_BLOCK
     block_table.return_row(tables, row)
-
-
-@compiled_in_place
-def num_free_blocks(memory: Memory) -> int:
-    """Blocks that nobody uses, cached ones included: what can be handed out."""
-    return int(memory.pool.counters[FREE])

@@ -254,11 +254,6 @@ class Scheduler:
         return self._totals["steps"]
 
     @property
-    def is_in_step(self) -> bool:
-        """Whether a step was scheduled and neither committed nor abandoned."""
-        return self._batch is not None
-
-    @property
     def arrays(self) -> SchedulerArrays:
         """All state, not copied; to be read between two steps, and asked for anew each time."""
         return SchedulerArrays(

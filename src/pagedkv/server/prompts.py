@@ -37,11 +37,6 @@ class PromptReader:
         self._max_tokens = max_tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedkv-tokenizer")
 
-    @property
-    def has_tokenizer(self) -> bool:
-        """Whether there is text at all."""
-        return self._tokenizer is not None
-
     async def texts(
         self, texts: Sequence[str], *, param: str, add_special_tokens: bool = True
     ) -> list[list[int]]:

@@ -400,11 +400,6 @@ def describe_share(scheme: SchemeResult) -> str:
     return f"{scheme_name(scheme)}: {', '.join(parts)}"
 
 
-def describe_time(scheme: SchemeResult) -> str:
-    """How long the scheme took, in words."""
-    return f"{scheme_name(scheme)} takes {show_seconds(scheme.duration_s)}"
-
-
 def _capacity_bytes(result: SimulationResult) -> int | None:
     if result.bytes_per_token is None:
         return None

@@ -26,7 +26,6 @@ class Twin:
     """
 
     def __init__(self, num_slots: int, *, max_regions: int, longest: int | None) -> None:
-        self._num_slots = num_slots
         self._longest = longest
         self._regions = regions.make_regions(num_slots, max_regions=max_regions)
         self._seats = max_regions
