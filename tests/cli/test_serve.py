@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,23 +113,45 @@ def test_a_signal_ends_it_when_what_runs_is_finished(folder: Path) -> None:
 
 
 @needs_server
-def test_a_recording_reads_after_the_process_was_killed(folder: Path, tmp_path: Path) -> None:
+def test_a_recording_reads_after_the_process_was_killed_under_load(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from pagedkv.simulate.trace_formats import read_trace
 
     file = tmp_path / "run.jsonl.zst"
     with served(folder, "--record", str(file)) as (process, client):
         for i in range(5):
             client.completions.create(model="tiny", prompt=f"Hello {i}", max_tokens=3)
-        unfinished = client.completions.create(
-            model="tiny", prompt="Hi", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
-        )
-        next(iter(unfinished))
+        streams = [
+            client.completions.create(
+                model="tiny",
+                prompt=f"Hi {i}",
+                max_tokens=500,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            for i in range(4)
+        ]
+        for stream in streams:
+            next(iter(stream))
+        for _ in range(3_000):  # until a line of progress has told of all of them
+            if len(read_trace(str(file))) == 9:
+                break
+            time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         process.wait(30)
-        unfinished.close()
+        for stream in streams:
+            stream.close()
     trace = read_trace(str(file))
-    assert len(trace) == 5
+    assert len(trace) == 9
+    assert trace.output_tokens[:5].tolist() == [3] * 5 and trace.output_tokens[5:].min() > 0
+    [remark] = [text for text in trace.remarks if "the run was cut off" in text]
+    assert "when 4 requests were under way" in remark
     assert b"Hello" not in file.read_bytes()
+
+    assert run(["simulate", str(file), "--by-step", "--no-report", "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert remark in told["remarks"] and told["schemes"][0]["finished"] == 5
 
 
 @needs_server

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,30 @@ def test_the_simulator_repeats_every_decision_of_a_run_of_a_model(
     assert scheme["recomputed_tokens"] == had.recomputed_tokens
     assert scheme["hit_tokens_first"] == had.hit_tokens
     assert scheme["running_peak"] == had.peak_running
+
+
+def test_a_recording_that_was_killed_repeats_the_run_of_a_model_as_far_as_it_goes(
+    tmp_path: Path,
+) -> None:
+    path, killed = tmp_path / "run.jsonl", tmp_path / "killed.jsonl"
+    watched = Watched(path, num_blocks=42, block_size=2, max_num_seqs=8, max_num_batched_tokens=64)
+    ticks = itertools.count()
+    watched.engine._clock = lambda: next(ticks) * 0.1
+    busy_run(watched)
+    watched.llm.close()
+    whole = path.read_bytes()
+    marks = [at.end() for at in re.finditer(rb'"under_way":.*\n', whole)]
+    assert len(marks) > 10
+    lengths = []
+    for stop in marks[:-1:3]:
+        killed.write_bytes(whole[: stop + 40])
+        again = repeated(killed)
+        assert again == watched.decided[: len(again)]
+        lengths.append(len(again))
+    assert lengths == sorted(set(lengths)) and lengths[-1] > len(watched.decided) - 10
+    half, progress = read_trace(str(killed), by_step=True).remarks[:2]
+    assert half.startswith("the last piece of the recording was cut off")
+    assert progress.startswith(f"the run was cut off: its last progress is of step {lengths[-1]}")
 
 
 def test_generate_is_recorded(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from models.decisions import Decided, Keys, replay_decided
 from models.made_engine import MadeEngine
-from pagedkv.engine.recording import Answer, Cut, Recorder
+from pagedkv.engine.recording import Answer, Cut, Recorder, UnderWay
 from pagedkv.errors import InvalidInput
 from pagedkv.memory.laws import broken_laws
 from pagedkv.scheduling.continuous import Scheduler
@@ -102,7 +102,7 @@ def recorded_run(run: dict[str, Any], path: Path) -> MadeEngine:
         prefix_caching=run["prefix_caching"],
     )
     recorder = Recorder(path, block_size=run["block_size"], settings={})
-    engine = MadeEngine(scheduler, recorder)
+    engine = MadeEngine(scheduler, recorder, step_s=run.get("step_s", 0.3))
     for act, *rest in run["acts"]:
         if act == "add":
             prompt, num_new, samples, voice, namespace, reuse = rest
@@ -146,6 +146,32 @@ def assert_repeated(run: dict[str, Any]) -> MadeEngine:
 @given(runs())
 def test_the_simulator_repeats_every_decision_of_a_recorded_run(run: dict[str, Any]) -> None:
     assert_repeated(run)
+
+
+@given(
+    runs(), st.sampled_from([0.03, 0.2, 0.5, 1.5]), st.floats(0, 1), st.sampled_from(["", ".zst"])
+)
+def test_wherever_a_recording_is_cut_off_it_repeats_the_run_up_to_a_second_before(
+    run: dict[str, Any], step_s: float, share: float, ending: str
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"run.jsonl{ending}"
+        engine = recorded_run({**run, "step_s": step_s}, path)
+        if not engine.decided:
+            return
+        whole = path.read_bytes()
+        settings = {k: run[k] for k in ("num_blocks", "block_size", "prefix_caching")}
+        # Between two steps, as if it had been killed there; and anywhere, as a kill may tear it.
+        killed = int(share * (len(engine.written) - 1))
+        path.write_bytes(whole[: engine.written[killed]])
+        steps = repeated(path, run["config"], settings)
+        assert len(steps) * step_s >= min((killed + 1) * step_s - 1.0, killed * step_s) - 1e-9
+        assert_same(engine.decided[: len(steps)], steps)
+        first = engine.written[0]
+        torn = first + int(share * (len(whole) - first))
+        path.write_bytes(whole[:torn])
+        steps = repeated(path, run["config"], settings)
+        assert_same(engine.decided[: len(steps)], steps)
 
 
 def add(
@@ -251,7 +277,9 @@ def test_tenants_and_prompts_that_are_not_cached() -> None:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The lines of requests that ended."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in lines if "under_way" not in line]
 
 
 def made_recorder(path: Path, **changes: Any) -> Recorder:
@@ -261,7 +289,7 @@ def made_recorder(path: Path, **changes: Any) -> Recorder:
 def record_one(recorder: Recorder, prompt: list[int], *answers: list[int], **came: Any) -> None:
     arrival = recorder.arrived(**{"s": 0.0, "step": 0, "namespace": None, **came})
     recorder.ended(arrival, prompt, [Answer(i, ids) for i, ids in enumerate(answers)])
-    recorder.flush()
+    recorder.flush(s=arrival.s, step=arrival.step)
 
 
 def test_a_recording_holds_lengths_and_keys_and_no_token(tmp_path: Path) -> None:
@@ -321,6 +349,7 @@ def test_what_ended_can_be_read_while_the_run_goes_on(tmp_path: Path, name: str)
         "the others is not repeated",
     )
     recorder.ended(going_on, [7], [Answer(0, [8])])
+    recorder.flush(s=1.0, step=3)
     recorder.close()
     trace = read_trace(str(tmp_path / name))
     assert trace.prompt_tokens.tolist() == [1, 3, 4, 4] and trace.remarks == ()
@@ -374,11 +403,12 @@ def test_requests_cut_short_before_their_first_token_are_left_out_of_time_and_no
     for step, by_failure in ((4, False), (6, True)):
         arrival = recorder.arrived(s=1.0, step=2, namespace=None)
         recorder.ended(arrival, [5, 6], [Answer(0, [], Cut(step, by_failure=by_failure))])
+    recorder.flush(s=2.0, step=7)
     recorder.close()
     trace = read_trace(str(tmp_path / "run.jsonl"))
     assert len(trace) == 1
     assert trace.remarks == (
-        "2 cancelled or failed requests (0 output tokens) left out, first on line 2",
+        "2 cancelled or failed requests (0 output tokens) left out, first on line 3",
     )
     by_step = read_trace(str(tmp_path / "run.jsonl"), by_step=True)
     assert by_step.arrival_s.tolist() == [0, 2, 2]
@@ -387,3 +417,101 @@ def test_requests_cut_short_before_their_first_token_are_left_out_of_time_and_no
     assert cut is not None
     assert cut.cancelled.tolist() == [1] and cut.cancelled_s.tolist() == [4]
     assert cut.failed.tolist() == [2] and cut.failed_s.tolist() == [6]
+
+
+@pytest.mark.parametrize("name", ["run.jsonl", "run.jsonl.gz", "run.jsonl.zst"])
+def test_who_is_under_way_is_told_as_far_as_they_have_come(tmp_path: Path, name: str) -> None:
+    path = str(tmp_path / name)
+    recorder = made_recorder(tmp_path / name)
+    long, other = [
+        recorder.arrived(s=s, step=step, namespace=None) for s, step in ((0.0, 0), (3.5, 7))
+    ]
+    said = [[4, 5, 6], [9]]
+
+    def progress(s: float, step: int, *, has_ended: bool = False) -> None:
+        answers = [
+            Answer(0, list(said[0]), has_ended=False),
+            Answer(1, said[1], has_ended=has_ended),
+        ]
+        waiting = UnderWay(other, [1, 2, 3, 4, 5], [Answer(0, [], has_ended=False)])
+        recorder.progress([UnderWay(long, [1, 2, 3], answers), waiting], s=s, step=step)
+
+    progress(4.0, 8)
+    said[0] += [7, 8, 9]
+    progress(5.0, 9, has_ended=True)
+    progress(6.0, 10, has_ended=True)
+    trace = read_trace(path)
+    assert trace.prompt_tokens.tolist() == [3, 3] and trace.output_tokens.tolist() == [6, 1]
+    assert trace.remarks == (
+        "the run was cut off: its last progress is of step 10, 6.0 s after it began, when 2 "
+        "requests were under way, told as far as they had come",
+        "1 cancelled or failed request (0 output tokens) left out, first on line 1",
+    )
+    by_step = read_trace(path, by_step=True)
+    assert by_step.arrival_s.tolist() == [0, 0, 7]
+    assert by_step.output_tokens.tolist() == [6, 1, 0]
+    cut = by_step.interruptions
+    assert cut is not None
+    assert cut.cancelled.tolist() == [0, 2] and cut.cancelled_s.tolist() == [10, 10]
+
+    # The keys are those of the whole line that comes when it has ended.
+    keys = trace.prefix_ids.tolist()
+    recorder.ended(long, [1, 2, 3], [Answer(0, said[0]), Answer(1, said[1])])
+    recorder.flush(s=6.5, step=11)
+    ended = read_trace(path)
+    assert ended.prefix_ids.tolist() == keys
+    assert ended.remarks[0].endswith("when 1 request was under way, told as far as they had come")
+    # By steps it counts as under way still, since what else came about since then is not known.
+    again = read_trace(path, by_step=True)
+    assert again.output_tokens.tolist() == [6, 1, 0]
+    assert again.remarks[0].endswith(
+        "2 requests were under way, told as far as they had come; 2 answers that ended in the "
+        "second after that left out, to go by steps"
+    )
+    recorder.ended(other, [1, 2, 3, 4, 5], [Answer(0, [6])])
+    recorder.flush(s=6.6, step=12)
+    recorder.close()
+    for steps in (False, True):
+        whole = read_trace(path, by_step=steps)
+        assert whole.output_tokens.tolist() == [6, 1, 1] and whole.remarks == ()
+
+
+def test_progress_is_due_a_second_after_the_last_one_while_anybody_is_under_way(
+    tmp_path: Path,
+) -> None:
+    recorder = made_recorder(tmp_path / "run.jsonl")
+    assert not recorder.is_progress_due(5.0)
+    arrival = recorder.arrived(s=5.0, step=0, namespace=None)
+    request = UnderWay(arrival, [1, 2, 3], [Answer(0, [], has_ended=False)])
+    assert recorder.is_progress_due(5.1)  # nothing was ever written
+    recorder.progress([request], s=5.1, step=0)
+    # Steps of 0.25 s: the one from 6.0 would end too late.
+    assert [s for s in (5.35, 5.6, 5.85, 6.1) if recorder.is_progress_due(s)] == [5.85, 6.1]
+    recorder.progress([request], s=6.1, step=4)
+    assert recorder.is_progress_due(8.0)
+    recorder.progress([request], s=8.0, step=5)
+    assert recorder.is_progress_due(9.9)  # each step takes longer than a second
+    recorder.ended(arrival, [1, 2, 3], [Answer(0, [4])])
+    recorder.flush(s=10.0, step=6)
+    assert not recorder.is_progress_due(30.0)
+    size = (tmp_path / "run.jsonl").stat().st_size
+    recorder.flush(s=30.0, step=6)
+    recorder.close()
+    assert (tmp_path / "run.jsonl").stat().st_size == size
+
+
+def test_what_did_not_grow_is_not_told_again(tmp_path: Path) -> None:
+    recorder = made_recorder(tmp_path / "run.jsonl")
+    arrival = recorder.arrived(s=0.0, step=0, namespace=None, is_shared=False)
+    for step, said in enumerate(([], [], [4], [4], [4, 5])):
+        request = UnderWay(arrival, [1, 2, 3], [Answer(0, said, has_ended=False)])
+        recorder.progress([request], s=float(step), step=step)
+    recorder.close()
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    told = [[entry["output_tokens"] for entry in line["under_way"]] for line in lines]
+    assert told == [[0], [], [1], [], [2]]
+    assert ["arrival_s" in entry for line in lines for entry in line["under_way"]] == [
+        *(True, False, False)
+    ]
+    trace = read_trace(str(tmp_path / "run.jsonl"))
+    assert len(trace.prefix_ids) == 0 and trace.output_tokens.tolist() == [2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from models.decisions import Decided, Keys, engine_decided
-from pagedkv.engine.recording import Answer, Arrival, Cut, Recorder
+from pagedkv.engine.recording import Answer, Arrival, Cut, Recorder, UnderWay
 from pagedkv.memory.block_key import Namespace
 from pagedkv.scheduling.continuous import Scheduler
 
@@ -31,11 +31,16 @@ class MadeRequest:
 
 
 class MadeEngine:
-    """What it does with the scheduler and the recorder is what `engine.core` does."""
+    """What it does with the scheduler and the recorder is what `engine.core` does.
 
-    def __init__(self, scheduler: Scheduler, recorder: Recorder) -> None:
+    Every step takes `step_s` seconds. `written` is, after each of them, how long the file is.
+    """
+
+    def __init__(self, scheduler: Scheduler, recorder: Recorder, *, step_s: float = 0.3) -> None:
         self.scheduler = scheduler
         self.recorder = recorder
+        self.step_s = step_s
+        self.written: list[int] = []
         self.decided: list[Decided] = []
         self.requests: list[MadeRequest] = []
         self._samples: dict[int, MadeSample] = {}
@@ -83,7 +88,15 @@ class MadeEngine:
             self.scheduler.cancel([s.sequence for s in going_on])
             self._drop(going_on, Cut(self.scheduler.num_steps))
 
+    @property
+    def now_s(self) -> float:
+        return self.scheduler.num_steps * self.step_s
+
     def step(self, *, fails: bool = False) -> None:
+        if self.recorder.is_progress_due(self.now_s):
+            requests = dict.fromkeys(sample.request for sample in self._samples.values())
+            under_way = [UnderWay(r.arrival, r.prompt_ids, _answers(r)) for r in requests]
+            self.recorder.progress(under_way, s=self.now_s, step=self.scheduler.num_steps)
         batch = self.scheduler.schedule()
         before_end = self._rows.copy()
         if fails and len(batch.sequences):
@@ -104,6 +117,7 @@ class MadeEngine:
             self._record([self._samples.pop(s.sequence) for s in finished])
         self.scheduler.verify()
         self.decided.append(engine_decided(self.scheduler, batch, before_end, self._keys))
+        self.written.append(self.recorder.path.stat().st_size)
 
     def _said(self, sample: MadeSample) -> int:
         """The next token: few different ones, so that answers meet each other again."""
@@ -120,6 +134,9 @@ class MadeEngine:
     def _record(self, ended: list[MadeSample]) -> None:
         for request in dict.fromkeys(s.request for s in ended):
             if all(s.is_finished for s in request.samples):
-                answers = [Answer(s.index, s.token_ids, s.cut) for s in request.samples]
-                self.recorder.ended(request.arrival, request.prompt_ids, answers)
-        self.recorder.flush()
+                self.recorder.ended(request.arrival, request.prompt_ids, _answers(request))
+        self.recorder.flush(s=self.now_s, step=self.scheduler.num_steps)
+
+
+def _answers(request: MadeRequest) -> list[Answer]:
+    return [Answer(s.index, s.token_ids, s.cut, s.is_finished) for s in request.samples]

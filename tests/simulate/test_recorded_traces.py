@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 
 from models.made_trace import made_trace
 from pagedkv.errors import InvalidInput, TraceError
@@ -194,3 +196,100 @@ def test_without_steps_nothing_goes_by_steps(tmp_path: Path) -> None:
     path = written(tmp_path, line(request=None))
     with pytest.raises(TraceError, match="is not the recording of a run"):
         read_trace(path, by_step=True)
+
+
+def packed(ending: str, *pieces: list[dict[str, Any]]) -> bytes:
+    """Lines in pieces, each compressed by itself, as a recorder writes them."""
+    texts = ["".join(json.dumps(one) + "\n" for one in piece).encode() for piece in pieces]
+    if ending == ".gz":
+        return b"".join(gzip.compress(text) for text in texts)
+    return b"".join(zstandard.ZstdCompressor().compress(text) for text in texts)
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_of_a_recording_that_is_cut_within_a_piece_the_pieces_before_are_read(
+    tmp_path: Path, ending: str
+) -> None:
+    pieces = [[line(request=i, engine={} if i == 0 else None)] for i in range(3)]
+    path, whole = tmp_path / f"run{ending}", packed(ending, *pieces)
+    two = len(packed(ending, *pieces[:2]))
+    for stop in (two + 1, two + 3, two + 20, len(whole) - 1):
+        path.write_bytes(whole[:stop])
+        trace = read_trace(str(path))
+        assert len(trace) == 2
+        assert trace.remarks == (
+            f"the last piece of the recording was cut off: {stop - two} bytes of it left out",
+        )
+    for stop, content in ((20, whole), (two + 20, packed(ending, *([line()] for _ in range(3))))):
+        path.write_bytes(content[:stop])  # not one whole piece, or not a recording
+        with pytest.raises(TraceError, match="data is cut off: fetch or copy the file again"):
+            read_trace(str(path))
+
+
+def test_half_a_line_at_the_end_is_left_out_of_a_recording_alone(tmp_path: Path) -> None:
+    path = Path(written(tmp_path, line(engine={}), line(request=1)))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    trace = read_trace(str(path))
+    assert len(trace) == 1
+    left_out = len(whole.splitlines()[1]) - 8
+    assert trace.remarks == (
+        f"the last piece of the recording was cut off: {left_out} bytes of it left out",
+    )
+    path.write_bytes(whole[:-1])  # a line's end that an editor left out
+    assert len(read_trace(str(path))) == 2 and read_trace(str(path)).remarks == ()
+    path.write_bytes(Path(written(tmp_path, line(), line(request=1))).read_bytes()[:-9])
+    with pytest.raises(TraceError, match="line 2: is not JSON"):
+        read_trace(str(path))
+    path.write_bytes(whole[:20])
+    with pytest.raises(TraceError, match="line 1: is not JSON"):
+        read_trace(str(path))
+
+
+def progress(*entries: Any, **changes: Any) -> dict[str, Any]:
+    return {"step": 3, "s": 1.5, "prefix_granularity": 4, "under_way": list(entries)} | changes
+
+
+def test_settings_on_a_line_of_progress_are_those_of_the_run(tmp_path: Path) -> None:
+    ids = {"prefix_ids": ["a", "b"]}
+    path = written(tmp_path, progress(line(**ids), engine={"num-blocks": 7}))
+    assert read_trace(path).recorded_with == {"num-blocks": 7}
+    path = written(
+        tmp_path,
+        progress(line(**ids), engine={"num-blocks": 7}),
+        line(**ids, prefix_granularity=4, covers_output=True),
+    )
+    for by_step in (False, True):
+        trace = read_trace(path, by_step=by_step)
+        assert trace.recorded_with == {"num-blocks": 7} and len(trace) == 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ([progress() | {"under_way": 3}], "line 1, field 'under_way': is not a list of answers"),
+        ([progress(7)], "line 1, field 'under_way': is not a list of answers"),
+        ([progress({"request": 1})], "line 1, field 'under_way': has an answer without the num"),
+        (
+            [progress(line(prefix_ids=[])), progress(line())],
+            "line 2, field 'under_way': has no list of ids of request 0",
+        ),
+        (
+            [progress(line(prefix_ids=[])), progress(line(), prefix_granularity=None)],
+            "line 2, field 'under_way': has no numbers of tokens of request 0",
+        ),
+        ([progress(line(), step=None)], "line 1, field 'step': is not the number of a step"),
+        ([progress(line(), s="x")], "line 1, field 's': is not a number of seconds"),
+        (
+            [progress(line(prefix_ids=["a"]))],
+            "line 1, field 'prefix_ids': has 1 ids, 8 tokens need 2",
+        ),
+        ([progress(line(arrival_s=None))], "line 1, field 'arrival_s': is missing"),
+    ],
+)
+def test_progress_that_cannot_be_is_refused(
+    tmp_path: Path, lines: list[dict[str, Any]], problem: str
+) -> None:
+    with pytest.raises(TraceError) as refused:
+        read_trace(written(tmp_path, *lines))
+    assert f"run.jsonl, {problem}" in str(refused.value)

@@ -22,7 +22,7 @@ from pagedkv.engine.logprobs import TokenLogprob, log_probabilities, prompt_logp
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.outputs import Chunk, Completion, Generation
 from pagedkv.engine.random_stream import request_seed
-from pagedkv.engine.recording import Answer, Arrival, Cut, Recorder
+from pagedkv.engine.recording import Answer, Arrival, Cut, Recorder, UnderWay
 from pagedkv.engine.sampling import NotFinite, SamplerState, sample
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.stopping import Finish, OutputText, Progress, output_limit
@@ -342,6 +342,7 @@ class Engine:
         """
         start_s = self._clock()
         self.last_step = None
+        self._record_progress(start_s - self._start_s)
         batch = self.scheduler.schedule()
         self._note_hits(batch, start_s)
         scheduled_s = self._clock()
@@ -562,6 +563,22 @@ class Engine:
             return
         for request in dict.fromkeys(member.request for member in ended):
             if request.is_finished and request.arrival is not None:
-                answers = [Answer(s.index, s.token_ids, s.cut) for s in request.samples]
-                self._recorder.ended(request.arrival, request.prompt_ids, answers)
-        self._recorder.flush()
+                self._recorder.ended(request.arrival, request.prompt_ids, _answers(request))
+        self._recorder.flush(s=self._clock() - self._start_s, step=self.scheduler.num_steps)
+
+    def _record_progress(self, now_s: float) -> None:
+        """Write down how far everybody has come, where that was not done lately."""
+        if self._recorder is None or not self._recorder.is_progress_due(now_s):
+            return
+        requests = dict.fromkeys(member.request for member in self._samples.values())
+        under_way = [
+            UnderWay(request.arrival, request.prompt_ids, _answers(request))
+            for request in requests
+            if request.arrival is not None
+        ]
+        self._recorder.progress(under_way, s=now_s, step=self.scheduler.num_steps)
+
+
+def _answers(request: Request) -> list[Answer]:
+    """The samples of a request as a recording has them."""
+    return [Answer(s.index, s.token_ids, s.cut, s.is_finished) for s in request.samples]

@@ -5,8 +5,10 @@ it was, and what it has in common with others, as keys of its pieces. Never toke
 the keys are those of `memory.block_key` under a secret of the recording's own, which is thrown
 away with it. They tell who shares a prefix with whom, and nothing about what it says.
 
-A request is written when it ends, in one piece, so that whatever ends the process leaves whole
-requests behind. Compressed files get a frame of their own for each piece, for the same reason.
+A request is written whole when it ends. Until then lines of progress say how far all that are
+under way have come, at most a second apart, so that whatever ends the process takes no more than
+the last second with it. Each piece is written with one call, in compressed files as a frame of
+its own, for the same reason.
 """
 
 from __future__ import annotations
@@ -16,21 +18,26 @@ import gzip
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from pagedkv.compiling import compiled_in_place
 from pagedkv.errors import InvalidInput
-from pagedkv.memory.block_key import Namespace, block_key, root_key, write_block_keys
+from pagedkv.memory.block_key import Namespace, block_key, root_key
 from pagedkv.memory.block_table import blocks_for
 
 FINEST = 8
 """Tokens that a key stands for, at most: a replay is exact at block sizes that are a multiple."""
+
+LONGEST_GAP_S = 1.0
+"""How far apart lines of progress are while anybody is under way, unless one step takes longer."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,28 @@ class Answer:
     sample: int
     token_ids: Sequence[int]
     cut: Cut | None = None
+    has_ended: bool = True
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A request that has not ended, with all of its answers so far."""
+
+    arrival: Arrival
+    prompt_ids: Sequence[int]
+    answers: Sequence[Answer]
+
+
+_Key: TypeAlias = NDArray[np.uint64] | tuple[int, int]
+"""Two halves, uint64."""
+
+
+class _Told(NamedTuple):
+    """How far lines of progress have told an answer."""
+
+    num_tokens: int  # of the answer
+    has_ended: bool
+    parent: tuple[int, int]  # the key of its last whole piece, or its root
 
 
 class Recorder:
@@ -93,6 +122,9 @@ class Recorder:
         self._secret = np.frombuffer(secret, dtype="<u8").astype(np.uint64)
         self._settings: Mapping[str, int | float | bool] | None = dict(settings)
         self._num_requests = 0
+        self._num_under_way = 0
+        self._told: dict[int, list[_Told]] = {}  # by request: of each of its samples
+        self._progress_s = self._asked_s = -math.inf
         self._lines: list[bytes] = []
         self._file: FileIO | None = None
         try:
@@ -114,6 +146,7 @@ class Recorder:
         root = root_key(self._secret, {} if namespace is None else namespace)
         arrival = Arrival(self._num_requests, s, step, root, is_shared)
         self._num_requests += 1
+        self._num_under_way += 1
         return arrival
 
     def ended(self, arrival: Arrival, prompt_ids: Sequence[int], answers: Iterable[Answer]) -> None:
@@ -121,31 +154,101 @@ class Recorder:
 
         Requests that are cancelled before the same step are told in the order in which they were.
         """
-        for answer in answers:
-            line: dict[str, object] = {
-                "arrival_s": arrival.s,
-                "arrival_step": arrival.step,
-                "request": arrival.number,
-                "sample": answer.sample,
-                "prompt_tokens": len(prompt_ids),
-                "output_tokens": len(answer.token_ids),
-            }
-            if answer.cut is not None:
-                line["failed_step" if answer.cut.by_failure else "cancelled_step"] = answer.cut.step
-            if self._settings is not None:
-                line["engine"] = self._settings
-                self._settings = None
+        self._num_under_way -= 1
+        self._told.pop(arrival.number, None)
+        listed = list(answers)
+        pieces = self._keys(
+            [
+                (arrival.root, [*prompt_ids, *answer.token_ids] if arrival.is_shared else [])
+                for answer in listed
+            ]
+        )
+        for answer, (keys, _) in zip(listed, pieces):
+            line = _came(arrival, len(prompt_ids)) | _how_far(arrival, answer)
             line |= {"prefix_granularity": self.granularity, "covers_output": True}
-            if arrival.is_shared:
-                line["prefix_ids"] = self._keys(arrival.root, [*prompt_ids, *answer.token_ids])
-            else:
-                line |= {"unshared": True, "prefix_ids": []}
-            self._lines.append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            self._add(line | _shared(arrival, keys))
 
-    def flush(self) -> None:
-        """Write what ended since the last time, in one piece."""
+    def flush(self, *, s: float, step: int) -> None:
+        """Write what ended since the last time, in one piece.
+
+        It is `s` seconds after the engine began, and before step number `step`. If nobody is
+        under way any more the piece says so: what is written then is the whole run so far.
+        """
         if not self._lines:
             return
+        if self._num_under_way == 0:
+            self._add({"step": step, "s": s, "under_way": []})
+            self._progress_s = s
+        self._write()
+
+    def is_progress_due(self, s: float) -> bool:
+        """Whether lines of progress would be too far apart without one now.
+
+        To be asked before each step, `s` seconds after the engine began; the next step is taken
+        to last for as long as the last one.
+        """
+        step_s, self._asked_s = s - self._asked_s, s
+        return self._num_under_way > 0 and s + step_s - self._progress_s >= LONGEST_GAP_S
+
+    def progress(self, under_way: Iterable[UnderWay], *, s: float, step: int) -> None:
+        """Write how far everybody who is under way has come, before step number `step`."""
+        grown: list[tuple[dict[str, object], Arrival]] = []
+        chains: list[tuple[_Key, list[int]]] = []
+        tellings: list[tuple[list[_Told], int, Answer]] = []
+        for request in under_way:
+            arrival, prompt_ids = request.arrival, request.prompt_ids
+            told = self._told.get(arrival.number)
+            is_new = told is None
+            if told is None:
+                told = [_Told(-1, False, _pair(arrival.root))] * len(request.answers)
+                self._told[arrival.number] = told
+            for place, answer in enumerate(request.answers):
+                before = told[place]
+                if before[:2] == (len(answer.token_ids), answer.has_ended):
+                    continue
+                line = _came(arrival, len(prompt_ids)) if is_new else {}
+                line |= _how_far(arrival, answer)
+                if answer.has_ended:
+                    line["ended"] = True
+                grown.append((line, arrival))
+                chains.append(
+                    (
+                        before.parent,
+                        _after(self._num_whole(len(prompt_ids), before), prompt_ids, answer)
+                        if arrival.is_shared
+                        else [],
+                    )
+                )
+                tellings.append((told, place, answer))
+        lines = []
+        for (line, arrival), (keys, last), (told, place, answer) in zip(
+            grown, self._keys(chains), tellings
+        ):
+            lines.append(line | _shared(arrival, keys))
+            told[place] = _Told(len(answer.token_ids), answer.has_ended, last)
+        self._add(
+            {
+                "step": step,
+                "s": s,
+                "prefix_granularity": self.granularity,
+                "under_way": lines,
+            }
+        )
+        self._progress_s = s
+        self._write()
+
+    def _num_whole(self, prompt_tokens: int, told: _Told) -> int:
+        """Tokens, prompt included, in the whole pieces that were told."""
+        num_tokens = prompt_tokens + told.num_tokens if told.num_tokens >= 0 else 0
+        return num_tokens - num_tokens % self.granularity
+
+    def _add(self, line: dict[str, object]) -> None:
+        if self._settings is not None:
+            line["engine"] = self._settings
+            self._settings = None
+        self._lines.append(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+
+    def _write(self) -> None:
         piece = b"".join(self._lines)
         self._lines.clear()
         if self._file is None:
@@ -164,11 +267,10 @@ class Recorder:
             self._shut()
 
     def close(self) -> None:
-        """Write what is left, and end. Requests that have not ended are not in the recording.
+        """End. Requests that have not ended are in the recording as the last progress told them.
 
-        Raises `InvalidInput` if writing failed, now or before.
+        Raises `InvalidInput` if writing failed before.
         """
-        self.flush()
         self._shut()
         if self.failure is not None:
             raise InvalidInput(self.failure)
@@ -185,19 +287,88 @@ class Recorder:
             return zstandard.ZstdCompressor().compress(piece)
         return piece
 
-    def _keys(self, root: NDArray[np.uint64], token_ids: list[int]) -> list[str]:
-        """A key for each piece of `granularity` tokens after what is before it, in hexadecimal."""
-        ids = np.array(token_ids, dtype=np.int64)
+    def _keys(
+        self, chains: Sequence[tuple[_Key, list[int]]]
+    ) -> Iterator[tuple[list[str], tuple[int, int]]]:
+        """For each chain, its pieces' keys in hexadecimal, and the last whole piece's as numbers.
+
+        A chain is the key before its first piece, and its token ids. All are hashed in one call:
+        there are as many as run at once.
+        """
         size = self.granularity
-        num_full = len(ids) // size
-        keys = np.empty((blocks_for(len(ids), size), 2), dtype=np.uint64)
-        write_block_keys(self._secret, root, ids, size, keys)
-        if num_full < len(keys):
-            parent = keys[num_full - 1] if num_full else root
-            start = num_full * size
-            keys[num_full] = block_key(self._secret, parent[0], parent[1], ids, start, len(ids))
+        parents = np.array([parent for parent, _ in chains], dtype=np.uint64).reshape(-1, 2)
+        counts = [len(ids) for _, ids in chains]
+        starts = np.zeros(len(chains) + 1, dtype=np.int64)
+        np.cumsum(counts, out=starts[1:])
+        ids = np.array([i for _, chain in chains for i in chain], dtype=np.int64)
+        num_keys = [blocks_for(count, size) for count in counts]
+        keys = np.empty((sum(num_keys), 2), dtype=np.uint64)
+        _write_chain_keys(self._secret, parents, ids, starts, size, keys)
         digits = keys.astype(">u8").tobytes().hex()
-        return [digits[i : i + 32] for i in range(0, len(digits), 32)]
+        first = 0
+        for count, number, (parent, _) in zip(counts, num_keys, chains):
+            stop = first + number
+            whole = first + count // size
+            last = keys[whole - 1] if whole > first else parent
+            yield [digits[32 * i : 32 * i + 32] for i in range(first, stop)], _pair(last)
+            first = stop
+
+
+def _came(arrival: Arrival, prompt_tokens: int) -> dict[str, object]:
+    return {
+        "arrival_s": arrival.s,
+        "arrival_step": arrival.step,
+        "prompt_tokens": prompt_tokens,
+    }
+
+
+def _how_far(arrival: Arrival, answer: Answer) -> dict[str, object]:
+    line: dict[str, object] = {
+        "request": arrival.number,
+        "sample": answer.sample,
+        "output_tokens": len(answer.token_ids),
+    }
+    if answer.cut is not None:
+        line["failed_step" if answer.cut.by_failure else "cancelled_step"] = answer.cut.step
+    return line
+
+
+def _shared(arrival: Arrival, keys: list[str]) -> dict[str, object]:
+    return {"prefix_ids": keys} if arrival.is_shared else {"unshared": True, "prefix_ids": []}
+
+
+def _after(start: int, prompt_ids: Sequence[int], answer: Answer) -> list[int]:
+    """The token ids of prompt and answer from number `start` on."""
+    in_answer = max(start - len(prompt_ids), 0)
+    return [*prompt_ids[start:], *answer.token_ids[in_answer:]]
+
+
+def _pair(key: _Key) -> tuple[int, int]:
+    return int(key[0]), int(key[1])
+
+
+@compiled_in_place
+def _write_chain_keys(
+    secret: NDArray[np.uint64],
+    parents: NDArray[np.uint64],
+    token_ids: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    size: int,
+    keys: NDArray[np.uint64],
+) -> None:
+    """Write the keys of all pieces of `size` tokens, of each chain the last one maybe of fewer.
+
+    Chain `i` is `token_ids[starts[i]:starts[i + 1]]` after `parents[i]`, uint64 [n, 2].
+    """
+    place = 0
+    for i in range(len(parents)):
+        k0, k1 = parents[i, 0], parents[i, 1]
+        for start in range(starts[i], starts[i + 1], size):
+            stop = min(start + size, starts[i + 1])
+            k0, k1 = block_key(secret, k0, k1, token_ids, start, stop)
+            keys[place, 0] = k0
+            keys[place, 1] = k1
+            place += 1
 
 
 def check_is_new(path: str | os.PathLike[str]) -> None:

@@ -12,6 +12,7 @@ from pagedkv.simulate.trace_formats.fields import Container, TraceFormat, missin
 from pagedkv.simulate.trace_formats.jsonl import object_of
 from pagedkv.simulate.trace_formats.mooncake import MOONCAKE
 from pagedkv.simulate.trace_formats.plain import PLAIN
+from pagedkv.simulate.trace_formats.progress import is_progress
 from pagedkv.simulate.trace_formats.qwen_bailian import QWEN_BAILIAN
 from pagedkv.simulate.trace_formats.vidur import VIDUR
 
@@ -31,6 +32,8 @@ def detect_format(content: bytes, file: str) -> TraceFormat:
     first = line.lstrip()[:1]
     if first == b"{":
         container, found = Container.JSONL, list(object_of(line, file, number))
+        if is_progress(found):
+            return PLAIN
     elif first == b"[":
         problem = "is a JSON list: put each request on a line of its own, without brackets"
         raise TraceError(problem, file=file, line=number)

@@ -11,6 +11,7 @@ import io
 import json
 import re
 from array import array
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -53,8 +54,17 @@ def object_of(line: bytes, file: str, number: int) -> dict[str, Any]:
     return found
 
 
-def read_jsonl(content: bytes, fields: tuple[Field, ...], file: str) -> Table:
-    """Read every line that is not blank; fields that are not asked for may hold anything."""
+def objects_of(content: bytes, file: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number and the object of every line that is not blank."""
+    for number, line in enumerate(io.BytesIO(content), start=1):
+        if line.strip():
+            yield number, object_of(line, file, number)
+
+
+def read_jsonl(
+    objects: Iterable[tuple[int, dict[str, Any]]], fields: tuple[Field, ...], file: str
+) -> Table:
+    """Read numbered objects; fields that are not asked for may hold anything."""
     lines = array("q")
     columns: dict[str, array[Any]] = {
         f.name: array("d" if f.kind is Kind.NUMBER else "q") for f in fields
@@ -63,10 +73,7 @@ def read_jsonl(content: bytes, fields: tuple[Field, ...], file: str) -> Table:
     labels: dict[str, int] = {}
     ids = _Ids()
     settings: dict[str, int | float | bool] | None = None
-    for number, line in enumerate(io.BytesIO(content), start=1):
-        if not line.strip():
-            continue
-        found = object_of(line, file, number)
+    for number, found in objects:
         lines.append(number)
         for wanted in fields:
             name, kind = wanted.name, wanted.kind

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -11,7 +13,8 @@ from pagedkv.simulate.trace_formats import recorded
 from pagedkv.simulate.trace_formats.csv_lines import read_csv
 from pagedkv.simulate.trace_formats.detection import detect_format
 from pagedkv.simulate.trace_formats.fields import Container, Table, TraceFormat
-from pagedkv.simulate.trace_formats.jsonl import read_jsonl
+from pagedkv.simulate.trace_formats.jsonl import objects_of, read_jsonl
+from pagedkv.simulate.trace_formats.progress import WholeLines
 from pagedkv.simulate.trace_formats.source import display_name, read_decompressed, trace_name
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -29,12 +32,27 @@ def read_trace(path: str, *, by_step: bool = False) -> Trace:
     no usable request is left, or where there are no steps.
     """
     file = display_name(path)
-    content = read_decompressed(path).removeprefix(_BYTE_ORDER_MARK)
-    found = detect_format(content, file)
-    read = read_csv if found.container is Container.CSV else read_jsonl
-    return _trace(
-        found, read(content, found.fields, file), name=trace_name(path), file=file, by_step=by_step
-    )
+    content = read_decompressed(path)
+    data, remarks = content.data.removeprefix(_BYTE_ORDER_MARK), []
+    if recorded.was_recorded(data):
+        data, cut = recorded.without_half_a_line(data)
+        if cut or content.num_cut_bytes:
+            remarks.append(
+                f"the last piece of the recording was cut off: {cut or content.num_cut_bytes:,} "
+                "bytes of it left out"
+            )
+    elif content.num_cut_bytes:
+        raise content.cut_off(file)
+    found = detect_format(data, file)
+    if found.container is Container.CSV:
+        table = read_csv(data, found.fields, file)
+    else:
+        lines = WholeLines(objects_of(data, file), file, by_step=by_step)
+        table = read_jsonl(lines, found.fields, file)
+        if lines.cut_off is not None:
+            remarks.append(lines.cut_off.remark)
+    trace = _trace(found, table, name=trace_name(path), file=file, by_step=by_step)
+    return replace(trace, remarks=(*remarks, *trace.remarks))
 
 
 def _trace(known: TraceFormat, table: Table, *, name: str, file: str, by_step: bool) -> Trace:

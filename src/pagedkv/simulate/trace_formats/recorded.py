@@ -8,6 +8,8 @@ which requests ended: of those cancelled before the same step, the first line le
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,6 +26,30 @@ FIELDS = (
     Field("unshared", Kind.FLAG, optional=True),
     Field("engine", Kind.SETTINGS, optional=True),
 )
+
+
+def was_recorded(data: bytes) -> bool:
+    """Whether these lines are a recording's: the first one has the engine's settings."""
+    line, end, _ = data.partition(b"\n")
+    if not end or not line.startswith(b"{"):
+        return False
+    try:
+        return "engine" in json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+
+
+def without_half_a_line(data: bytes) -> tuple[bytes, int]:
+    """The data up to where whole lines end, and how many bytes of a line were behind.
+
+    Whoever records writes a line's end with the line; other hands may leave out the last one.
+    """
+    end = data.rfind(b"\n") + 1
+    try:
+        json.loads(data[end:] or b"0")
+    except (ValueError, RecursionError):
+        return data[:end], len(data) - end
+    return data, 0
 
 
 def is_recorded(table: Table) -> bool:

@@ -1,5 +1,8 @@
 """From a path to plain bytes: opening, and undoing gzip and zstd, told apart by their first bytes.
 
+Both kinds may come in several pieces behind each other, each of which is whole by itself (members
+of gzip, frames of zstd). Of a file that ends within a piece the pieces before are told.
+
 The name of a file says nothing here: a trace that was compressed and renamed, or comes through a
 pipe, reads the same.
 """
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import zstandard
@@ -36,24 +40,41 @@ def trace_name(path: str) -> str:
     return name if path == STANDARD_INPUT else Path(name).name or name
 
 
-def read_decompressed(path: str) -> bytes:
+@dataclass(frozen=True)
+class Content:
+    """What a file holds, decompressed."""
+
+    data: bytes
+    num_cut_bytes: int = 0
+    """Bytes at the end of a compressed file that begin a piece and do not end it; not in `data`."""
+    kind: str = ""
+    """The compression."""
+
+    def cut_off(self, file: str) -> TraceError:
+        """The error for a file of which nothing may be missing."""
+        problem = f"the {self.kind} data is cut off: fetch or copy the file again"
+        return TraceError(problem, file=file)
+
+
+def read_decompressed(path: str) -> Content:
     """Read everything at `path` ("-": standard input), and undo gzip or zstd where there is any.
 
-    Raises TraceError where it cannot be opened or read, or is damaged or cut off.
+    Raises TraceError where it cannot be opened or read, or is damaged, or holds no whole piece.
     """
-    content = _read(path)
+    raw = _read(path)
     try:
-        if content.startswith(_GZIP_MAGIC):
-            return _gunzip(content)
-        if content.startswith(_ZSTD_MAGIC) or content.startswith(_ZSTD_SKIPPABLE):
-            return _unzstd(content)
-    except (zlib.error, zstandard.ZstdError, _CutOff) as error:
-        kind = "gzip" if content.startswith(_GZIP_MAGIC) else "zstd"
-        if isinstance(error, _CutOff):
-            problem = f"the {kind} data is cut off: fetch or copy the file again"
+        if raw.startswith(_GZIP_MAGIC):
+            content = _gunzip(raw)
+        elif raw.startswith(_ZSTD_MAGIC) or raw.startswith(_ZSTD_SKIPPABLE):
+            content = _unzstd(raw)
         else:
-            problem = f"the {kind} data is damaged: fetch or copy the file again"
+            return Content(raw)
+    except (zlib.error, zstandard.ZstdError) as error:
+        kind = "gzip" if raw.startswith(_GZIP_MAGIC) else "zstd"
+        problem = f"the {kind} data is damaged: fetch or copy the file again"
         raise TraceError(problem, file=display_name(path)) from error
+    if content.num_cut_bytes and not content.data:
+        raise content.cut_off(display_name(path))
     return content
 
 
@@ -74,27 +95,25 @@ def _read(path: str) -> bytes:
         raise TraceError("no such file", file=display_name(path)) from error
 
 
-class _CutOff(Exception):
-    """Compressed data that ends before its end mark."""
-
-
-def _gunzip(content: bytes) -> bytes:
+def _gunzip(content: bytes) -> Content:
     # By hand rather than gzip.decompress, which tells truncation from damage less well and
     # takes one member at a time through a file object.
     parts = []
     rest = content
-    while rest.startswith(_GZIP_MAGIC):
+    while rest and (rest.startswith(_GZIP_MAGIC) or _GZIP_MAGIC.startswith(rest)):
         member = zlib.decompressobj(wbits=31)
-        parts.append(member.decompress(rest))
+        part = member.decompress(rest)
         if not member.eof:
-            raise _CutOff
+            break
+        parts.append(part)
         rest = member.unused_data.lstrip(b"\0")  # tapes and some tools pad with zeros
-    if rest:
-        raise zlib.error("bytes after the end")
-    return b"".join(parts)
+    else:
+        if rest:
+            raise zlib.error("bytes after the end")
+    return Content(b"".join(parts), len(rest), "gzip")
 
 
-def _unzstd(content: bytes) -> bytes:
+def _unzstd(content: bytes) -> Content:
     # A stream reader would stop silently where the data does; a frame object knows its end.
     decompressor = zstandard.ZstdDecompressor(max_window_size=_LARGEST_ZSTD_WINDOW)
     parts = []
@@ -103,12 +122,13 @@ def _unzstd(content: bytes) -> bytes:
         if rest.startswith(_ZSTD_SKIPPABLE):
             end = 8 + int.from_bytes(rest[4:8], "little")
             if len(rest) < max(end, 8):
-                raise _CutOff
+                break
             rest = rest[end:]
             continue
         frame = decompressor.decompressobj()
-        parts.append(frame.decompress(rest))
+        part = frame.decompress(rest)
         if not frame.eof:
-            raise _CutOff
+            break
+        parts.append(part)
         rest = frame.unused_data
-    return b"".join(parts)
+    return Content(b"".join(parts), len(rest), "zstd")
