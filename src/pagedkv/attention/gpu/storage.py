@@ -1,0 +1,457 @@
+"""Keys and values in the blocks of a GPU: `pagedkv.attention.KVStorage` for CUDA tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from triton import knobs
+
+from pagedkv.attention.arrays import integers
+from pagedkv.attention.gpu.arithmetic import LOG2_E
+from pagedkv.attention.gpu.attending import attend_pieces
+from pagedkv.attention.gpu.combining import combine_parts
+from pagedkv.attention.gpu.copying import at_once, copy_pages
+from pagedkv.attention.gpu.plan import DecodePlan, Machine, Plan, check_tokens
+from pagedkv.attention.gpu.tiles import LayerKind, power_of_two
+from pagedkv.attention.gpu.writing import write_rows
+from pagedkv.attention.storage import LayerShape
+from pagedkv.errors import InvalidInput
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+LARGEST_DIM = 1024
+"""Numbers in a key or a value; a larger tile does not fit a processor's shared memory."""
+
+_COPIED_WORDS = 4096
+_COMBINED_PARTS = 16
+_PROCESSORS_OF_NOTHING = 4
+"""What the interpreter is planned for: so few that small batches are cut too."""
+
+
+class GPUStorage:
+    """Keys and values of `num_blocks * block_size` tokens, in pages, on one device.
+
+    The verbs, the layout of a page and the meaning of every argument are those of
+    `pagedkv.attention.KVStorage`. Tensors are torch's, on the storage's device; block tables,
+    lengths, query starts and copies come from the scheduler and are read on the host. Everything
+    is queued on the current stream, nothing waits for the device, and so nothing that only the
+    device knows is checked: a slot that does not exist is skipped.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        layers: Sequence[LayerShape],
+        *,
+        dtype: str = "bfloat16",
+        device: str | torch.device = "cuda",
+    ) -> None:
+        """`dtype` is "float32", "bfloat16" or "float16".
+
+        On the device "cpu" it works in Triton's interpreter only, to test with. Raises
+        `InvalidInput`, also where the device has no room.
+        """
+        if num_blocks < 1 or block_size < 1:
+            raise InvalidInput(
+                f"{num_blocks} blocks of {block_size} tokens hold nothing: give at least 1 and 1"
+            )
+        if not layers:
+            raise InvalidInput("a storage without layers holds nothing: give at least one shape")
+        if dtype not in DTYPES:
+            raise InvalidInput(f"unknown dtype {dtype!r}: choose from {', '.join(DTYPES)}")
+        for i, shape in enumerate(layers):
+            if max(shape.key_dim, shape.value_dim) > LARGEST_DIM:
+                raise InvalidInput(f"layer {i} has heads of more than {LARGEST_DIM} numbers")
+        self.device = torch.device(device)
+        if self.device.type == "cuda":
+            if self.device.index is None:
+                self.device = torch.device("cuda", torch.cuda.current_device())
+            facts = torch.cuda.get_device_properties(self.device)
+            num_processors = facts.multi_processor_count
+        elif self.device.type == "cpu" and knobs.runtime.interpret:
+            num_processors = _PROCESSORS_OF_NOTHING
+        else:
+            raise InvalidInput(
+                f"no Triton kernels run on {self.device}: give a CUDA device, or use "
+                "pagedkv.attention.KVStorage"
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.layers = tuple(layers)
+        self.dtype = dtype
+        sizes = [shape.numbers_per_token * block_size for shape in self.layers]
+        self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self._page_numbers = sum(sizes)
+        try:
+            self.data = torch.empty(
+                num_blocks, self._page_numbers, dtype=DTYPES[dtype], device=self.device
+            )
+            """[num_blocks, numbers of a page], one contiguous tensor."""
+        except RuntimeError as problem:  # torch.OutOfMemoryError is one
+            raise InvalidInput(
+                f"{self.device} has no room for {num_blocks} blocks of "
+                f"{self._page_numbers * DTYPES[dtype].itemsize} bytes: ask for fewer"
+            ) from problem
+        self._words = self.data.view(torch.int32)
+        self._kinds: dict[LayerKind, None] = {}
+        self._room = torch.empty(64, dtype=torch.float32, device=self.device)
+        self._machine = Machine(self.device, num_blocks, block_size, num_processors, self._room_for)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block."""
+        return self._page_numbers * (4 if self.dtype == "float32" else 2)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in all layers."""
+        return self.page_bytes // self.block_size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.num_blocks * self.page_bytes
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: Any) -> None:
+        """Put the keys and values of new tokens into their slots.
+
+        `k` [tokens, kv_heads, key_dim] and `v` [tokens, kv_heads, value_dim] in the storage's
+        dtype or float32, which is rounded to nearest; any strides, but for a contiguous last
+        axis, are read in place. `slots` int64 [tokens]; -1 is padding and writes nowhere. Slots
+        on the device are taken as they are, and any that the storage does not have write nowhere;
+        an array on the host is checked, and copied, at each call.
+
+        Raises `InvalidInput` before anything is written.
+        """
+        shape = self._shape(layer)
+        keys = self._rows(k, "k", (shape.num_kv_heads, shape.key_dim))
+        values = self._rows(v, "v", (shape.num_kv_heads, shape.value_dim))
+        there = self._slots(slots)
+        if not len(there) == len(k) == len(v):
+            raise InvalidInput(
+                f"{len(k)} keys, {len(v)} values and {len(there)} slots: not as many"
+            )
+        if not len(there):
+            return
+        key_start, value_start = self._places(layer)
+        heads = 1 << (shape.num_kv_heads - 1).bit_length()
+        width = heads * power_of_two(max(shape.key_dim, shape.value_dim))
+        with self._current():
+            write_rows[(len(there),)](
+                self.data,
+                keys,
+                values,
+                there,
+                self.num_blocks * self.block_size,
+                self._page_numbers,
+                key_start,
+                value_start,
+                keys.stride(0),
+                keys.stride(1),
+                values.stride(0),
+                values.stride(1),
+                NUM_HEADS=shape.num_kv_heads,
+                BLOCK_SIZE=self.block_size,
+                KEY_DIM=shape.key_dim,
+                VALUE_DIM=shape.value_dim,
+                HEADS=heads,
+                KEYS=power_of_two(shape.key_dim),
+                VALUES=power_of_two(shape.value_dim),
+                num_warps=max(1, min(8, width // 256)),
+            )
+
+    def copy_blocks(self, copies: Any) -> None:
+        """Copy whole pages, `copies` int32 [n, 2] as (from, to), one after the other.
+
+        `copies` is read on the host, the pages are copied on the device. Raises `InvalidInput`
+        before anything is copied.
+        """
+        pairs = integers(copies, np.int64, "copies").reshape(-1, 2)
+        if pairs.size and not 0 <= pairs.min() <= pairs.max() < self.num_blocks:
+            raise InvalidInput(f"copies name blocks outside 0 to {self.num_blocks - 1}")
+        page_words = self._words.shape[1]
+        with self._current():
+            for run in at_once(pairs.tolist()):
+                there = self._to_device(np.array(run, dtype=np.int64))
+                copy_pages[(len(run), -(-page_words // _COPIED_WORDS))](
+                    self._words, there, page_words, WORDS=_COPIED_WORDS, num_warps=8
+                )
+
+    def read(self, layer: int, block_table: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of one sequence's first `length` tokens, as contiguous copies.
+
+        `k` [length, kv_heads, key_dim] and `v` [length, kv_heads, value_dim], float32 on the
+        device: to look at, and to test with.
+        """
+        shape = self._shape(layer)
+        table = integers(block_table, np.int64, "block_table")
+        tokens = np.arange(length)
+        blocks = table[tokens // self.block_size]
+        if length and not 0 <= blocks.min() <= blocks.max() < self.num_blocks:
+            raise InvalidInput(f"block_table names blocks outside 0 to {self.num_blocks - 1}")
+        where = torch.from_numpy(blocks).to(self.device)
+        offsets = torch.from_numpy(tokens % self.block_size).to(self.device)
+        parts = []
+        for start, dim in zip(self._places(layer), (shape.key_dim, shape.value_dim)):
+            stop = start + shape.num_kv_heads * self.block_size * dim
+            pages = self.data[:, start:stop].unflatten(1, (-1, self.block_size, dim))
+            parts.append(pages[where, :, offsets].float())
+        return parts[0], parts[1]
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        block_tables: Any,
+        lengths: Any,
+        query_starts: Any,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        chunk: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Any = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of new tokens over all tokens of their sequences, read through block tables.
+
+        The arguments are those of `KVStorage.attend`: `q` [tokens, heads, key_dim] in the
+        storage's dtype or float32, and `out`, if given, like it, with `value_dim`; `sinks`
+        [heads], of any float dtype. Float32 queries over half-precision keys lose nothing, and
+        are slow. Of a sequence the last bits may depend on the others of its batch, since the
+        whole batch decides where contexts are cut.
+
+        What no query may see is not read: unwritten slots may hold anything. Raises
+        `InvalidInput` before anything is computed.
+        """
+        plan = self.plan(block_tables, lengths, query_starts)
+        return self.attend_planned(
+            layer,
+            q,
+            plan,
+            scale=scale,
+            window=window,
+            chunk=chunk,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            out=out,
+        )
+
+    def plan(self, block_tables: Any, lengths: Any, query_starts: Any) -> Plan:
+        """A batch for `attend_planned`, of any mix of decodes and prompts, for one step.
+
+        Block tables int32 [sequences, width], lengths int64 [sequences] and query starts int64
+        [sequences + 1] are NumPy's; they are read here, and must stay as they are while the plan
+        is in use.
+        """
+        return Plan(block_tables, lengths, query_starts, machine=self._machine, kinds=self._kinds)
+
+    def decode_plan(self, max_sequences: int, max_blocks_each: int) -> DecodePlan:
+        """A plan to capture CUDA graphs with: every sequence asks with one token, its last.
+
+        It has room for `max_sequences`, and for that many times `max_blocks_each` entries of
+        block tables in all. Make those of the largest batches first: plans share the room for the
+        parts of what is cut.
+        """
+        return DecodePlan(max_sequences, max_blocks_each, machine=self._machine, kinds=self._kinds)
+
+    def attend_planned(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        plan: Plan | DecodePlan,
+        *,
+        scale: float | None = None,
+        window: int | None = None,
+        chunk: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Any = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`attend` with a batch of this storage that was planned before."""
+        shape = self._shape(layer)
+        heads_each = self._heads_each(q, shape)
+        for name, given in (("window", window), ("chunk", chunk)):
+            if given is not None and given < 1:
+                raise InvalidInput(f"{name} must be at least 1 token, not {given}")
+        if soft_cap is not None and not soft_cap > 0:
+            raise InvalidInput(f"soft_cap must be above 0, not {soft_cap}")
+        if q.stride(2) != 1:
+            q = q.contiguous()
+        dims = (q.shape[0], q.shape[1], shape.value_dim)
+        if out is None:
+            out = q.new_empty(dims)
+        elif out.shape != dims or out.dtype != q.dtype or out.stride(2) != 1:
+            raise InvalidInput(
+                f"out must be {_name(q)} {list(dims)}, writable, with a contiguous last axis, "
+                f"not {_name(out)} {list(out.shape)}"
+            )
+        ends = self._sinks(sinks, dims[1])
+        check_tokens(plan, dims[0])
+        kind = LayerKind(
+            shape.num_kv_heads,
+            heads_each,
+            shape.key_dim,
+            shape.value_dim,
+            window or 0,
+            chunk or 0,
+            q.dtype != torch.float32,
+        )
+        self._kinds.setdefault(kind)
+        cut = plan.cut(kind)
+        factor = shape.key_dim**-0.5 if scale is None else scale
+        factor, cap = (
+            (factor / soft_cap, soft_cap * LOG2_E.value)
+            if soft_cap
+            else (factor * LOG2_E.value, 0.0)
+        )
+        key_start, value_start = self._places(layer)
+        precision = "tf32" if kind.is_half else "ieee"
+        with self._current():
+            for launch in cut.launches:
+                tile = launch.tile
+                attend_pieces[(len(launch.pieces), shape.num_kv_heads)](
+                    out,
+                    q,
+                    self.data,
+                    plan.tables,
+                    launch.pieces,
+                    self._room if ends is None else ends,
+                    cut.parts,
+                    cut.part_scores,
+                    q.stride(0),
+                    q.stride(1),
+                    out.stride(0),
+                    out.stride(1),
+                    self._page_numbers,
+                    key_start,
+                    value_start,
+                    factor,
+                    cap,
+                    kind.window,
+                    kind.chunk,
+                    HEADS_EACH=heads_each,
+                    BLOCK_SIZE=self.block_size,
+                    KEY_DIM=shape.key_dim,
+                    VALUE_DIM=shape.value_dim,
+                    KEYS=power_of_two(shape.key_dim),
+                    VALUES=power_of_two(shape.value_dim),
+                    ROWS=tile.rows,
+                    TOKENS=tile.tokens,
+                    STAGES=tile.num_stages,
+                    ALL_MASKED=tile is kind.tiles[0],
+                    WINDOW=kind.window > 0,
+                    CHUNK=kind.chunk > 0,
+                    SOFT_CAP=soft_cap is not None,
+                    SINKS=ends is not None,
+                    PRECISION=precision,
+                    num_warps=tile.num_warps,
+                    num_stages=tile.num_stages,
+                )
+                if len(launch.entries):
+                    combine_parts[(len(launch.entries), shape.num_kv_heads)](
+                        out,
+                        launch.entries,
+                        self._room if ends is None else ends,
+                        cut.parts,
+                        cut.part_scores,
+                        out.stride(0),
+                        out.stride(1),
+                        HEADS_EACH=heads_each,
+                        VALUE_DIM=shape.value_dim,
+                        VALUES=power_of_two(shape.value_dim),
+                        PARTS=_COMBINED_PARTS,
+                        SINKS=ends is not None,
+                        num_warps=2,
+                    )
+        return out
+
+    def _heads_each(self, q: torch.Tensor, shape: LayerShape) -> int:
+        """Query heads for each KV head."""
+        if q.dtype not in (torch.float32, DTYPES[self.dtype]):
+            raise InvalidInput(f"q is {_name(q)}: give {self.dtype} or float32")
+        if q.ndim != 3 or q.shape[2] != shape.key_dim:
+            raise InvalidInput(f"q has shape {list(q.shape)}, not [tokens, heads, {shape.key_dim}]")
+        self._check_device(q, "q")
+        heads, rest = divmod(int(q.shape[1]), shape.num_kv_heads)
+        if rest or not heads:
+            raise InvalidInput(f"{q.shape[1]} heads do not share {shape.num_kv_heads} KV heads")
+        return heads
+
+    def _rows(self, rows: torch.Tensor, name: str, row: tuple[int, int]) -> torch.Tensor:
+        """New keys or values in the storage's dtype, with a contiguous last axis."""
+        if rows.dtype not in (torch.float32, DTYPES[self.dtype]):
+            raise InvalidInput(f"{name} is {_name(rows)}: give {self.dtype} or float32")
+        if rows.ndim != 3 or rows.shape[1:] != row:
+            wanted = f"[tokens, {row[0]}, {row[1]}]"
+            raise InvalidInput(f"{name} has shape {list(rows.shape)}, not {wanted}")
+        self._check_device(rows, name)
+        rows = rows.to(DTYPES[self.dtype])
+        return rows if rows.stride(2) == 1 else rows.contiguous()
+
+    def _slots(self, slots: Any) -> torch.Tensor:
+        if isinstance(slots, torch.Tensor):
+            if slots.dtype != torch.int64:
+                raise InvalidInput(f"slots must be int64, not {_name(slots)}")
+            self._check_device(slots, "slots")
+            return slots.contiguous()
+        numbers = integers(slots, np.int64, "slots")
+        num_slots = self.num_blocks * self.block_size
+        bad = np.flatnonzero((numbers < -1) | (numbers >= num_slots))
+        if len(bad):
+            raise InvalidInput(
+                f"slots[{bad[0]}] is {numbers[bad[0]]}: this storage has slots 0 to "
+                f"{num_slots - 1}, and -1 for padding"
+            )
+        return self._to_device(numbers)
+
+    def _sinks(self, sinks: Any, num_heads: int) -> torch.Tensor | None:
+        if sinks is None:
+            return None
+        if not isinstance(sinks, torch.Tensor):
+            sinks = torch.as_tensor(np.asarray(sinks, dtype=np.float32)).to(self.device)
+        if sinks.shape != (num_heads,):
+            raise InvalidInput(f"sinks has shape {list(sinks.shape)}, not [{num_heads}]")
+        self._check_device(sinks, "sinks")
+        return sinks.contiguous()
+
+    def _check_device(self, tensor: torch.Tensor, name: str) -> None:
+        if tensor.device != self.device:
+            raise InvalidInput(f"{name} is on {tensor.device}: this storage is on {self.device}")
+
+    def _to_device(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor
+
+    def _current(self) -> Any:
+        """Within, Triton launches on this storage's device."""
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
+            return torch.cuda.device(self.device)
+        return nullcontext()
+
+    def _room_for(self, size: int) -> torch.Tensor:
+        """Room that everything uses that runs one after the other; plans keep what they got."""
+        if len(self._room) < size:
+            self._room = torch.empty(size, dtype=torch.float32, device=self.device)
+        return self._room
+
+    def _shape(self, layer: int) -> LayerShape:
+        if not 0 <= layer < len(self.layers):
+            raise InvalidInput(f"there is no layer {layer}: this storage has {len(self.layers)}")
+        return self.layers[layer]
+
+    def _places(self, layer: int) -> tuple[int, int]:
+        """Where a layer's keys and values begin in a page."""
+        shape, start = self.layers[layer], self._starts[layer]
+        return start, start + shape.num_kv_heads * self.block_size * shape.key_dim
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

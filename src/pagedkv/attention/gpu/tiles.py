@@ -1,0 +1,71 @@
+"""How much of queries, keys and values a program holds at once, by what a layer is like.
+
+Few rows want many small programs, so that enough of the memory is being read at any time; many
+rows want large tiles, so that what is read once is used often. A device's registers and shared
+memory bound both: some 227 KiB of the latter on each processor of an H100 or H200.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """The shape of a program, and what it asks of the compiler."""
+
+    rows: int
+    """Rows a program computes together; at least 16, the smallest that a matrix unit takes."""
+    tokens: int
+    """Tokens of one turn of its loop."""
+    num_warps: int
+    num_stages: int
+    """Turns of the loop whose keys and values are being read at a time."""
+    programs_each: int
+    """Programs that one processor of the device holds at a time."""
+
+
+class LayerKind(NamedTuple):
+    """What the pieces of a batch depend on, besides the batch: layers alike in it share them."""
+
+    num_kv_heads: int
+    heads_each: int
+    key_dim: int
+    value_dim: int
+    window: int
+    """0 where there is none, as for `chunk`."""
+    chunk: int
+    is_half: bool
+    """Whether queries are float16 or bfloat16."""
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """Ascending in rows; a sequence takes the first that holds all its rows, or the last."""
+        return _tiles(power_of_two(max(self.key_dim, self.value_dim)), self.is_half)
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is at least `size` and 16.
+
+    >>> power_of_two(8), power_of_two(80), power_of_two(128)
+    (16, 128, 128)
+    """
+    return max(16, 1 << (size - 1).bit_length())
+
+
+@functools.cache
+def _tiles(dim: int, is_half: bool) -> tuple[Tile, ...]:
+    """For keys and values of up to `dim` numbers, a power of two."""
+    if not is_half:
+        # To check with, not to be quick: the matrix units have no exact float32.
+        tokens = 32 if dim <= 128 else 16
+        return Tile(16, tokens, 4, 1, 2), Tile(32, tokens, 8, 1, 1)
+    if dim <= 128:
+        return (
+            Tile(16, 64, 4, 3, 2),
+            Tile(64, 64, 4, 3, 2),
+            Tile(128, 64, 8, 3, 1),
+        )
+    if dim <= 256:
+        return Tile(16, 32, 4, 3, 2), Tile(64, 32, 4, 3, 1), Tile(128, 32, 8, 3, 1)
+    return Tile(16, 16, 4, 2, 1), Tile(32, 16, 8, 2, 1)
