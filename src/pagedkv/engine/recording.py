@@ -93,6 +93,18 @@ class _Told(NamedTuple):
     parent: tuple[int, int]  # the key of its last whole piece, or its root
 
 
+class _Growth(NamedTuple):
+    """An answer that has to be told."""
+
+    line: dict[str, object]  # without its keys
+    chain: tuple[_Key, list[int]]  # what is to be hashed, see `Recorder._keys`
+    arrival: Arrival
+    told: list[_Told]  # of its request
+    place: int  # in `told`
+    num_tokens: int
+    has_ended: bool
+
+
 class Recorder:
     """Writes the run of an engine to a new file, compressed if it ends in .gz or .zst.
 
@@ -126,6 +138,7 @@ class Recorder:
         self._told: dict[int, list[_Told]] = {}  # by request: of each of its samples
         self._progress_s = self._asked_s = -math.inf
         self._lines: list[bytes] = []
+        self._compressor = zstandard.ZstdCompressor(level=1)
         self._file: FileIO | None = None
         try:
             # Unbuffered: a piece is written with one call, so it is there whole or not at all.
@@ -192,50 +205,38 @@ class Recorder:
 
     def progress(self, under_way: Iterable[UnderWay], *, s: float, step: int) -> None:
         """Write how far everybody who is under way has come, before step number `step`."""
-        grown: list[tuple[dict[str, object], Arrival]] = []
-        chains: list[tuple[_Key, list[int]]] = []
-        tellings: list[tuple[list[_Told], int, Answer]] = []
-        for request in under_way:
-            arrival, prompt_ids = request.arrival, request.prompt_ids
-            told = self._told.get(arrival.number)
-            is_new = told is None
-            if told is None:
-                told = [_Told(-1, False, _pair(arrival.root))] * len(request.answers)
-                self._told[arrival.number] = told
-            for place, answer in enumerate(request.answers):
-                before = told[place]
-                if before[:2] == (len(answer.token_ids), answer.has_ended):
-                    continue
-                line = _came(arrival, len(prompt_ids)) if is_new else {}
-                line |= _how_far(arrival, answer)
-                if answer.has_ended:
-                    line["ended"] = True
-                grown.append((line, arrival))
-                chains.append(
-                    (
-                        before.parent,
-                        _after(self._num_whole(len(prompt_ids), before), prompt_ids, answer)
-                        if arrival.is_shared
-                        else [],
-                    )
-                )
-                tellings.append((told, place, answer))
+        grown = [growth for request in under_way for growth in self._grown(request)]
         lines = []
-        for (line, arrival), (keys, last), (told, place, answer) in zip(
-            grown, self._keys(chains), tellings
-        ):
-            lines.append(line | _shared(arrival, keys))
-            told[place] = _Told(len(answer.token_ids), answer.has_ended, last)
+        for growth, (keys, last) in zip(grown, self._keys([growth.chain for growth in grown])):
+            lines.append(growth.line | _shared(growth.arrival, keys))
+            growth.told[growth.place] = _Told(growth.num_tokens, growth.has_ended, last)
         self._add(
-            {
-                "step": step,
-                "s": s,
-                "prefix_granularity": self.granularity,
-                "under_way": lines,
-            }
+            {"step": step, "s": s, "prefix_granularity": self.granularity, "under_way": lines}
         )
         self._progress_s = s
         self._write()
+
+    def _grown(self, request: UnderWay) -> Iterator[_Growth]:
+        """The answers of a request that have grown, or ended, since they were last told."""
+        arrival, prompt_ids = request.arrival, request.prompt_ids
+        told = self._told.get(arrival.number)
+        came: dict[str, object] = {}
+        if told is None:
+            told = [_Told(-1, False, _pair(arrival.root))] * len(request.answers)
+            self._told[arrival.number] = told
+            came = _came(arrival, len(prompt_ids))
+        for place, answer in enumerate(request.answers):
+            before, num_tokens = told[place], len(answer.token_ids)
+            if before.num_tokens == num_tokens and before.has_ended == answer.has_ended:
+                continue
+            line = came | _how_far(arrival, answer) | ({"ended": True} if answer.has_ended else {})
+            new_ids: list[int] = []
+            if arrival.is_shared:
+                start = self._num_whole(len(prompt_ids), before)
+                in_answer = max(start - len(prompt_ids), 0)
+                new_ids = [*prompt_ids[start:], *answer.token_ids[in_answer:]]
+            chain = before.parent, new_ids
+            yield _Growth(line, chain, arrival, told, place, num_tokens, answer.has_ended)
 
     def _num_whole(self, prompt_tokens: int, told: _Told) -> int:
         """Tokens, prompt included, in the whole pieces that were told."""
@@ -281,10 +282,11 @@ class Recorder:
             file.close()
 
     def _packed(self, piece: bytes) -> bytes:
+        # The quickest level: keys are random, and half of what their digits take is all there is.
         if self.path.suffix == ".gz":
-            return gzip.compress(piece, mtime=0)
+            return gzip.compress(piece, compresslevel=1, mtime=0)
         if self.path.suffix == ".zst":
-            return zstandard.ZstdCompressor().compress(piece)
+            return self._compressor.compress(piece)
         return piece
 
     def _keys(
@@ -335,12 +337,6 @@ def _how_far(arrival: Arrival, answer: Answer) -> dict[str, object]:
 
 def _shared(arrival: Arrival, keys: list[str]) -> dict[str, object]:
     return {"prefix_ids": keys} if arrival.is_shared else {"unshared": True, "prefix_ids": []}
-
-
-def _after(start: int, prompt_ids: Sequence[int], answer: Answer) -> list[int]:
-    """The token ids of prompt and answer from number `start` on."""
-    in_answer = max(start - len(prompt_ids), 0)
-    return [*prompt_ids[start:], *answer.token_ids[in_answer:]]
 
 
 def _pair(key: _Key) -> tuple[int, int]:
