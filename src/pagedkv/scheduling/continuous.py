@@ -9,6 +9,10 @@ next token is, and when an answer ends. A step is one round of
 3. `commit`: those tokens are known from now on, and the blocks that the step filled can be found;
 4. where there are beam searches: `branch`, for each whose beams have all been computed.
 
+On a device that runs by itself the next step can be decided while one runs: `schedule_ahead`
+between 1 and 3. It counts the tokens that the running step brings before they are known; its
+batch says where they go. Then `commit` is for the older of the two.
+
 A sequence is a column of arrays. Columns are recycled, and so is the room for its token ids and
 the keys of its blocks, which lie in one region of `blocks_for(longest)` blocks::
 
@@ -29,7 +33,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from pagedkv.compiling import compiled_in_place
 from pagedkv.errors import BrokenLaw, InvalidInput, NeverFits, UnknownSequence
-from pagedkv.memory import laws
+from pagedkv.memory import allocation, laws
 from pagedkv.memory.address import write_slots
 from pagedkv.memory.allocation import Memory, make_memory
 from pagedkv.memory.block_key import MAX_TOKEN_ID, Namespace, block_key, root_key
@@ -49,10 +53,19 @@ from pagedkv.scheduling.queues import (
     make_queues,
     make_sequences,
 )
-from pagedkv.scheduling.scheduler import ADMITTED, COPIES, PREEMPTED, SCHEDULED, Plan, make_plan
+from pagedkv.scheduling.scheduler import (
+    ADMITTED,
+    COPIES,
+    FORKED,
+    PREEMPTED,
+    SCHEDULED,
+    Plan,
+    make_plan,
+)
 
 CHOSEN_LATER = -1
-"""What a beam that is due a token says: `Scheduler.branch` tells it, when all beams are as far."""
+"""What a beam that is due a token says: `Scheduler.branch` tells it, when all beams are as far.
+And what stands for a token that the step before is about to bring."""
 
 _NO_SEARCH = -1
 
@@ -66,7 +79,7 @@ class Batch(NamedTuple):
     sequences: NDArray[np.int64]
     """[n]: the number of each sequence that computes."""
     token_ids: NDArray[np.int64]
-    """[T]: the tokens to compute, sequence after sequence."""
+    """[T]: the tokens to compute, sequence after sequence; `CHOSEN_LATER` where `awaited` tells."""
     positions: NDArray[np.int64]
     """[T]: the place of each in its sequence."""
     slots: NDArray[np.int64]
@@ -89,6 +102,21 @@ class Batch(NamedTuple):
     """Tokens that each admitted sequence found in the cache."""
     preempted: NDArray[np.int64]
     """Sequences that gave way, and wait to be computed again."""
+    awaited: NDArray[np.int64]
+    """[u, 2]: (place in `token_ids`, place in `due` of the step before) of each token that the
+    step before chooses while this one is decided; none unless it was scheduled ahead."""
+
+
+@dataclass(eq=False)
+class _Step:
+    """A step under way."""
+
+    plan: Plan
+    batch: Batch
+    due: NDArray[np.int64]
+    """[k]: the columns of `batch.due`."""
+    generation: NDArray[np.int64]
+    """[columns]: that of each column when it was scheduled; another one has ended since."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +170,7 @@ class SchedulerArrays(NamedTuple):
     sequences: Sequences
     queues: Queues
     plan: Plan
-    """The newest step, with what came of it."""
+    """The newest step with what came of it: not one that was scheduled ahead and still runs."""
     is_alive: NDArray[np.bool_]
     """Of each column of `sequences`, whether it is somebody's."""
     generation: NDArray[np.int64]
@@ -203,7 +231,10 @@ class Scheduler:
         width = min(blocks_for(max_model_len, block_size), num_blocks)
         seats = config.max_num_seqs
         self._memory: Memory = make_memory(num_blocks, seats, width | 1)
-        self._plan: Plan = make_plan(seats, width | 1)
+        # One of the step that runs, one of the step that is decided meanwhile.
+        self._plans: list[Plan] = [make_plan(seats, width | 1) for _ in range(2)]
+        self._newest = self._plans[0]
+        self._under_way: list[_Step] = []
         none = np.zeros(0, dtype=np.int64)
         self._sequences: Sequences = make_sequences(none, none)
         self._queues: Queues = make_queues(1, seats)
@@ -217,7 +248,6 @@ class Scheduler:
         self._region_blocks = np.zeros(0, dtype=np.int64)
         self._lost = np.zeros(0, dtype=np.int64)
         self._regions_end = 0
-        self._batch: Batch | None = None
         self._doomed: set[int] = set()
         self._totals = dict.fromkeys(
             ("steps", "computed", "queries", "hits", "preemptions", "recomputed"), 0
@@ -245,8 +275,8 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to schedule."""
-        return self.num_running == 0 and self.num_waiting == 0
+        """Whether there is nothing to schedule, and no step under way."""
+        return self.num_running == 0 and self.num_waiting == 0 and not self._under_way
 
     @property
     def num_steps(self) -> int:
@@ -260,7 +290,7 @@ class Scheduler:
             self._memory,
             self._sequences,
             self._queues,
-            self._plan,
+            self._newest,
             self._alive,
             self._generation,
         )
@@ -362,7 +392,7 @@ class Scheduler:
     def _check_branching(
         self, columns: list[int], parents: NDArray[np.int64], said: NDArray[np.int64]
     ) -> None:
-        if self._batch is not None:
+        if self._under_way:
             raise InvalidInput("a step is under way: beams go on between two steps")
         search = int(self._search[columns[0]]) if columns else _NO_SEARCH
         if search == _NO_SEARCH or sorted(columns) != sorted(self._beams[search]):
@@ -442,10 +472,62 @@ class Scheduler:
 
         Empty if nobody can compute. Raises `InvalidInput` if a step is under way.
         """
-        if self._batch is not None:
+        if self._under_way:
             raise InvalidInput("a step is under way: commit or abandon it first")
-        plan, sequences = self._plan, self._sequences
-        scheduler.schedule(self._memory, sequences, self._queues, plan, self._limits)
+        plan = self._plans[0]
+        scheduler.schedule(self._memory, self._sequences, self._queues, plan, self._limits)
+        self._newest = plan
+        return self._begin(plan)
+
+    def schedule_ahead(self) -> Batch | None:
+        """Decide the step after the one that runs, whose tokens are not known yet.
+
+        They are taken to be there: `Batch.awaited` says where each belongs. Who ends with the
+        running step computes one token more than is wanted, unless all its tokens are due by then.
+
+        Blocks that came back while the running step was under way may be in this one. What the
+        running step writes there, it writes before: steps are to run in the order in which they
+        were scheduled.
+
+        None, and nothing is decided, where it is better to wait: for beams, which choose
+        together; where somebody would have to give way; where nobody can compute.
+
+        Raises `InvalidInput` unless exactly one step is under way.
+        """
+        if len(self._under_way) != 1:
+            raise InvalidInput(f"{len(self._under_way)} steps are under way: this is for one")
+        if self._beams:
+            return None
+        doomed, self._doomed = sorted(self._doomed), set()
+        self._end(doomed)
+        running = self._under_way[0]
+        self._forget_ended(running)
+        plan, sequences, queues = running.plan, self._sequences, self._queues
+        scheduler.anticipate(self._memory, sequences, queues, plan)
+        count = int(plan.counters[SCHEDULED])
+        who = plan.sequence[:count][plan.is_anticipated[:count]]
+        self._await_tokens(np.concatenate([who, plan.forked[: plan.counters[FORKED]]]))
+        if self._doomed:  # samples that nobody wants, which had to be forked first
+            doomed, self._doomed = sorted(self._doomed), set()
+            self._end(doomed)
+            self._forget_ended(running)
+        block_size = self.block_size
+        if not scheduler.has_room_ahead(self._memory, sequences, queues, block_size):
+            return None
+        plan = self._plans[1]
+        scheduler.schedule(self._memory, sequences, queues, plan, self._limits)
+        if plan.counters[SCHEDULED] == 0:
+            return None
+        return self._begin(plan)
+
+    def _await_tokens(self, columns: NDArray[np.int64]) -> None:
+        """The last token of each of these is not known yet."""
+        sequences = self._sequences
+        first = sequences.first_key[columns] * self.block_size
+        self._token_ids[first + sequences.num_tokens[columns] - 1] = CHOSEN_LATER
+
+    def _begin(self, plan: Plan) -> Batch:
+        """The step of `plan` is under way: its batch."""
         n = int(plan.counters[SCHEDULED])
         lengths = plan.start[:n] + plan.num_new[:n]
         num_tokens = int(plan.num_new[:n].sum())
@@ -460,7 +542,7 @@ class Scheduler:
         due_rows = np.empty(seats, dtype=np.int64)
         k = _describe(
             self._memory,
-            sequences,
+            self._sequences,
             plan,
             self.block_size,
             self._token_ids,
@@ -475,9 +557,8 @@ class Scheduler:
         admitted = plan.admitted[: plan.counters[ADMITTED]].copy()
         preempted = plan.preempted[: plan.counters[PREEMPTED]].copy()
         num_cached = plan.num_cached[: len(admitted)].copy()
-        self._count(admitted, num_cached, preempted, num_tokens)
-        self._due_columns = due[:k]
-        self._batch = Batch(
+        self._count(plan, admitted, num_cached, preempted, num_tokens)
+        batch = Batch(
             sequences=self._numbers(plan.sequence[:n]),
             token_ids=token_ids,
             positions=positions,
@@ -491,61 +572,112 @@ class Scheduler:
             admitted=self._numbers(admitted),
             num_cached=num_cached,
             preempted=self._numbers(preempted),
+            awaited=self._awaited(plan, token_ids, query_starts),
         )
-        return self._batch
+        self._under_way.append(_Step(plan, batch, due[:k], self._generation.copy()))
+        return batch
+
+    def _awaited(
+        self, plan: Plan, token_ids: NDArray[np.int64], query_starts: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """See `Batch.awaited`. An awaited token is the only one that its sequence computes."""
+        if not self._under_way:
+            return np.empty((0, 2), dtype=np.int64)
+        places = np.flatnonzero(token_ids == CHOSEN_LATER)
+        columns = plan.sequence[np.searchsorted(query_starts, places, side="right") - 1]
+        due = self._under_way[0].due
+        place_of = np.empty(len(self._alive), dtype=np.int64)
+        place_of[due] = np.arange(len(due))
+        return np.stack([places, place_of[columns]], axis=1)
 
     def commit(self, tokens: ArrayLike) -> None:
         """The step has run: `tokens` int64 [k] are what the sequences in `Batch.due` say next.
 
-        A beam says `CHOSEN_LATER`. Publishes the blocks that the step filled. Sequences cancelled
-        meanwhile end now.
+        The older step, where two are under way. A beam says `CHOSEN_LATER`. Publishes the blocks
+        that the step filled. Sequences cancelled meanwhile end now, or with the step that is still
+        under way; what those that have ended say is passed over.
 
         Raises `InvalidInput` for a wrong number of tokens, or without a step; the step goes on.
         """
-        if self._batch is None:
+        if not self._under_way:
             raise InvalidInput("no step is under way: schedule one first")
+        step = self._under_way[0]
+        due = step.due
         said = np.ascontiguousarray(tokens, dtype=np.int64)
-        if said.shape != self._due_columns.shape:
-            raise InvalidInput(
-                f"{said.size} tokens, but {len(self._due_columns)} sequences are due one"
-            )
-        is_beam = self._sequences.is_beam[self._due_columns]
+        if said.shape != due.shape:
+            raise InvalidInput(f"{said.size} tokens, but {len(due)} sequences are due one")
+        is_here = self._is_here(step, due)
+        if not is_here.all():
+            due, said = due[is_here], said[is_here]
+        is_beam = self._sequences.is_beam[due]
         if not ((said[~is_beam] >= 0) & (said[~is_beam] <= MAX_TOKEN_ID)).all():
             raise InvalidInput(f"a token id is not 0 to {MAX_TOKEN_ID}")
         if (said[is_beam] != CHOSEN_LATER).any():
             raise InvalidInput(f"a beam has no token of its own yet: give {CHOSEN_LATER}")
+        self._forget_ended(step)
         _conclude(
             self._memory,
             self._sequences,
             self._queues,
-            self._plan,
+            step.plan,
             self._limits,
             self._secret,
             self._roots,
             self._keyed,
             self._token_ids,
-            self._due_columns,
+            due,
             said,
         )
-        self._batch = None
-        if self._doomed:
-            doomed, self._doomed = sorted(self._doomed), set()
-            self._end(doomed)
+        self._conclude_step()
 
     def abandon(self) -> list[int]:
         """The step failed: its sequences end, and nothing that it wrote is ever found.
 
+        The older step, where two are under way; the other goes on without those sequences.
         Returns their numbers, with those of samples that were to fork from them, and of all beams
         of their searches.
         """
-        if self._batch is None:
+        if not self._under_way:
             return []
-        columns = self._with_followers([int(s) % COLUMNS for s in self._batch.sequences])
-        self._batch = None
+        plan = self._forget_ended(self._under_way[0])
+        computing = plan.sequence[: plan.counters[SCHEDULED]].tolist()
+        columns = self._with_followers([*computing, *plan.forked[: plan.counters[FORKED]].tolist()])
         numbers = [int(s) for s in self._numbers(np.array(columns, dtype=np.int64))]
-        doomed, self._doomed = self._doomed, set()
-        self._end(sorted(doomed.union(columns)))
+        self._doomed.difference_update(columns)
+        self._conclude_step(columns)
         return numbers
+
+    def _conclude_step(self, failed: Iterable[int] = ()) -> None:
+        """The oldest step is under way no more; columns that `failed` end, and who is doomed."""
+        self._newest = self._under_way.pop(0).plan
+        if self._under_way:
+            # Who is doomed may have a part in it: that ends before the next one is decided.
+            self._plans.reverse()
+            self._end(sorted(failed))
+        else:
+            doomed, self._doomed = self._doomed, set()
+            self._end(sorted(doomed.union(failed)))
+
+    def _is_here(self, step: _Step, columns: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these have not ended since `step` was scheduled."""
+        is_here: NDArray[np.bool_] = self._generation[columns] == step.generation[columns]
+        return is_here
+
+    def _forget_ended(self, step: _Step) -> Plan:
+        """Who has ended since has no part in the plan of `step` any more."""
+        plan = step.plan
+        n, num_forked = int(plan.counters[SCHEDULED]), int(plan.counters[FORKED])
+        is_here = self._is_here(step, plan.sequence[:n])
+        if not is_here.all():
+            kept = int(is_here.sum())
+            for column in (plan.sequence, plan.start, plan.num_new, plan.is_anticipated):
+                column[:kept] = column[:n][is_here]
+            plan.counters[SCHEDULED] = kept
+        forked = plan.forked[:num_forked]
+        forked = forked[self._is_here(step, forked)]
+        plan.forked[: len(forked)] = forked
+        plan.counters[FORKED] = len(forked)
+        return plan
 
     def finish(self, sequences: Iterable[int]) -> None:
         """These sequences have said all; their blocks come back, and cached ones can be hit.
@@ -561,14 +693,17 @@ class Scheduler:
 
         Samples that were to fork from them end too, and with a beam all of its search. While a
         step is under way their blocks are being written to, so they come back when that step is
-        committed or abandoned.
+        committed or abandoned, or a step behind it is scheduled ahead.
 
         Raises `UnknownSequence`, for one that ended already too, and then ends none of them.
         """
         self._leave(self._with_followers([self._column(s) for s in sequences]))
 
     def token_ids(self, sequence: int) -> NDArray[np.int64]:
-        """A copy of all tokens of `sequence`, prompt and answer, int64 [n]."""
+        """A copy of all tokens of `sequence`, prompt and answer, int64 [n].
+
+        `CHOSEN_LATER` for one that the running step brings, once the next is scheduled.
+        """
         s = self._column(sequence)
         first = int(self._sequences.first_key[s]) * self.block_size
         return self._token_ids[first : first + int(self._sequences.num_tokens[s])].copy()
@@ -663,7 +798,7 @@ class Scheduler:
 
     def _leave(self, columns: list[int]) -> None:
         expected = [s for s in columns if self._is_to_be_forked(s, columns)]
-        if self._batch is not None:
+        if self._under_way:
             self._doomed.update(columns)
         else:
             self._doomed.update(expected)
@@ -696,6 +831,7 @@ class Scheduler:
 
     def _count(
         self,
+        plan: Plan,
         admitted: NDArray[np.int64],
         num_cached: NDArray[np.int64],
         preempted: NDArray[np.int64],
@@ -705,7 +841,7 @@ class Scheduler:
         totals["steps"] += 1
         totals["computed"] += num_tokens
         totals["preemptions"] += len(preempted)
-        self._lost[preempted] = self._plan.num_lost[: len(preempted)]
+        self._lost[preempted] = plan.num_lost[: len(preempted)]
         if len(admitted):
             first = sequences.num_admissions[admitted] == 1
             totals["queries"] += int(sequences.num_tokens[admitted][first].sum())
@@ -936,6 +1072,17 @@ def _conclude(
         s = due[i]
         if not sequences.is_beam[s]:
             _write_down(sequences, roots, keyed, token_ids, secret, s, said[i], block_size)
+            if keyed[s] and memory.tables.num_tokens[sequences.row[s]] >= sequences.num_tokens[s]:
+                _await_newest(memory, sequences, s, block_size)
+
+
+@compiled_in_place
+def _await_newest(memory: Memory, sequences: Sequences, s: int, block_size: int) -> None:
+    """The last token of `s` is computed by a step that was scheduled before it was known: note the
+    key of the block that it fills, if it fills one."""
+    stop, first = sequences.num_tokens[s], sequences.first_key[s]
+    keys = sequences.keys[first : first + sequences.num_keys[s]]
+    allocation.await_keys(memory, sequences.row[s], stop - 1, stop, keys, block_size)
 
 
 @compiled_in_place

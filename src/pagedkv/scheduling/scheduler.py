@@ -28,6 +28,12 @@ grow in number only by blocks that get published, at most one block each; until 
 blocks that came free could make up for what was missing, it is left alone. (Not by cached blocks
 that somebody finds again: only who gave way can overtake the head, and somebody gives way only
 when no block is free, so by then all that was cached when the head was looked at is gone.)
+
+A step may be decided while the one before it runs. `anticipate` counts the token that each
+sequence is about to have, whatever it will be, and forks; then `schedule` decides as ever, and
+`commit` of the running step publishes what it filled once that is known to be there. The last
+token of a sequence is not anticipated: nothing is computed after it. Nobody gives way in such a
+step (`has_room_ahead`): what a running step has filled could not be found again by whoever lost it.
 """
 
 from __future__ import annotations
@@ -71,6 +77,7 @@ class Plan(NamedTuple):
     start: NDArray[np.int64]  # [SCHEDULED] tokens computed before this step
     num_new: NDArray[np.int64]  # [SCHEDULED] tokens to compute in it
     samples: NDArray[np.bool_]  # [SCHEDULED] whether it has a new token after this step
+    is_anticipated: NDArray[np.bool_]  # [SCHEDULED] whether that token is counted already
     copies: NDArray[np.int32]  # [COPIES, 2] blocks to copy first, in this order: from, to
     admitted: NDArray[np.int64]  # [ADMITTED] sequences
     num_cached: NDArray[np.int64]  # [ADMITTED] tokens that each found in the cache
@@ -88,6 +95,7 @@ def make_plan(max_num_seqs: int, width: int) -> Plan:
         start=np.zeros(max_num_seqs, dtype=np.int64),
         num_new=np.zeros(max_num_seqs, dtype=np.int64),
         samples=np.zeros(max_num_seqs, dtype=np.bool_),
+        is_anticipated=np.zeros(max_num_seqs, dtype=np.bool_),
         copies=np.zeros((max_num_seqs, 2), dtype=np.int32),
         admitted=np.zeros(max_num_seqs, dtype=np.int64),
         num_cached=np.zeros(max_num_seqs, dtype=np.int64),
@@ -140,18 +148,61 @@ def commit(
 ) -> None:
     """The step has run: publish the blocks it filled, count the tokens it sampled, fork.
 
-    `plan.samples` says who has a new token, and `plan.forked` which followers began.
+    `plan.samples` says who has a new token, and `plan.forked` which followers began. Nobody in
+    the plan has ended since it was made.
+    """
+    for i in range(plan.counters[FORKED]):  # those that were anticipated
+        s = plan.forked[i]
+        num_computed = sequences.prompt_tokens[s]
+        allocation.commit(memory, sequences.row[s], num_computed, limits.block_size)
+    for i in range(plan.counters[SCHEDULED]):
+        s = plan.sequence[i]
+        num_computed = plan.start[i] + plan.num_new[i]
+        allocation.commit(memory, sequences.row[s], num_computed, limits.block_size)
+        if plan.is_anticipated[i]:
+            plan.samples[i] = True
+            continue
+        plan.samples[i] = num_computed == sequences.num_tokens[s] and not sequences.is_beam[s]
+        if plan.samples[i]:
+            _count_token(memory, sequences, queues, plan, s)
+
+
+@compiled_in_place
+def anticipate(memory: Memory, sequences: Sequences, queues: Queues, plan: Plan) -> None:
+    """The step runs: count the tokens that it brings, and fork, before they are known.
+
+    Not the last token of a sequence, after which there is nothing to compute, and not those of
+    beams, which choose theirs together.
     """
     for i in range(plan.counters[SCHEDULED]):
         s = plan.sequence[i]
-        row = sequences.row[s]
-        num_computed = memory.tables.num_tokens[row]
-        allocation.commit(memory, row, num_computed, limits.block_size)
-        plan.samples[i] = num_computed == sequences.num_tokens[s] and not sequences.is_beam[s]
-        if plan.samples[i]:
-            if sequences.num_tokens[s] == sequences.prompt_tokens[s]:
-                _fork_followers(memory, sequences, queues, plan, s)
-            sequences.num_tokens[s] += 1
+        num_tokens = sequences.num_tokens[s]
+        if (
+            plan.start[i] + plan.num_new[i] == num_tokens
+            and num_tokens + 1 < sequences.total_tokens[s]
+            and not sequences.is_beam[s]
+        ):
+            plan.is_anticipated[i] = True
+            _count_token(memory, sequences, queues, plan, s)
+
+
+@compiled_in_place
+def _count_token(memory: Memory, sequences: Sequences, queues: Queues, plan: Plan, s: int) -> None:
+    """Sequence `s` has one more token; if it is the first of its answer, its followers fork."""
+    if sequences.num_tokens[s] == sequences.prompt_tokens[s]:
+        _fork_followers(memory, sequences, queues, plan, s)
+    sequences.num_tokens[s] += 1
+
+
+@compiled_in_place
+def has_room_ahead(memory: Memory, sequences: Sequences, queues: Queues, block_size: int) -> bool:
+    """Whether each that needs one token can have it without anybody giving way."""
+    needed = 0
+    for i in range(queues.counters[RUNNING_SIZE]):
+        s = queues.running[i]
+        if _num_uncomputed(memory, sequences, s) == 1:
+            needed += allocation.blocks_to_grow(memory, sequences.row[s], 1, block_size)
+    return bool(needed <= memory.pool.counters[FREE])
 
 
 @compiled_in_place
@@ -280,8 +331,11 @@ def drop_finished(memory: Memory, sequences: Sequences, queues: Queues, block_si
 
 @compiled_in_place
 def _num_uncomputed(memory: Memory, sequences: Sequences, s: int) -> int:
-    """Tokens that running sequence `s` has to compute: none if it is a beam that is held."""
-    return int(sequences.num_tokens[s] - memory.tables.num_computed[sequences.row[s]])
+    """Tokens that running sequence `s` has to compute and that no step computes yet.
+
+    None if it is a beam that is held, or if the running step brings its last token.
+    """
+    return int(sequences.num_tokens[s] - memory.tables.num_tokens[sequences.row[s]])
 
 
 @compiled_in_place
@@ -301,6 +355,7 @@ def _compute(
     plan.sequence[plan.counters[SCHEDULED]] = s
     plan.start[plan.counters[SCHEDULED]] = start
     plan.num_new[plan.counters[SCHEDULED]] = num_new
+    plan.is_anticipated[plan.counters[SCHEDULED]] = False
     plan.counters[SCHEDULED] += 1
 
 
@@ -335,7 +390,7 @@ def _release_youngest_held(
     """The youngest beam that is held, if there is one, gives way to whoever could compute."""
     for i in range(queues.counters[RUNNING_SIZE] - 1, -1, -1):
         s = int(queues.running[i])
-        if _num_uncomputed(memory, sequences, s) == 0:
+        if sequences.is_beam[s] and _num_uncomputed(memory, sequences, s) == 0:
             _preempt(memory, sequences, queues, plan, s, block_size)
             # Once back, it may be before who was found not to fit, with blocks that were nobody's.
             queues.counters[BLOCKED] = -1
