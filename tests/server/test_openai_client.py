@@ -348,6 +348,22 @@ def test_what_openais_clients_send_besides_is_accepted(server: TinyServer) -> No
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"response_format": {"type": "text"}},
+        {"tool_choice": "none"},
+        {"tool_choice": "auto", "tools": []},
+        {"extra_body": {"tools": None, "tool_choice": None, "response_format": None}},
+    ],
+)
+def test_what_asks_for_plain_text_is_accepted(server: TinyServer, options: dict[str, Any]) -> None:
+    answer = server.client().chat.completions.create(
+        model=MODEL, messages=HELLO, max_tokens=2, **options
+    )
+    assert answer.usage is not None and answer.usage.completion_tokens <= 2
+
+
+@pytest.mark.parametrize(
     ("options", "message", "param"),
     [
         ({"temperature": -1}, "temperature is -1", "temperature"),
@@ -369,7 +385,23 @@ def test_what_openais_clients_send_besides_is_accepted(server: TinyServer) -> No
             None,
         ),
         ({"tools": [{"type": "function"}]}, "tools is not supported", "tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+            "tools is not supported",
+            "tools",
+        ),
+        ({"tool_choice": "required"}, "tool_choice is not supported", "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "text alone", "response_format"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "answer", "schema": {"type": "object"}},
+                }
+            },
+            "response_format 'json_schema' is not supported",
+            "response_format",
+        ),
         ({"reasoning_effort": "high"}, "reasoning_effort is not supported", "reasoning_effort"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "two names of the same", "max_tokens"),
         ({"stream_options": {"include_usage": True}}, "for streams", "stream_options"),
@@ -396,6 +428,7 @@ def test_what_cannot_be_is_refused_by_its_name(
             server.client().chat.completions.create(**asked, stream=stream)
         assert message in refusal.value.message
         assert refusal.value.type == "invalid_request_error"
+        assert (refusal.value.code == "unsupported_parameter") is ("not supported" in str(refusal))
         if param is not None:
             assert refusal.value.param == param
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import threading
 from typing import Any
 
@@ -16,6 +18,7 @@ import openai
 
 from models.tiny_server import MODEL, TinyServer, tiny_server
 from pagedkv.errors import BrokenLaw
+from pagedkv.server.app import create_app
 from pagedkv.server.limits import ServerLimits
 
 LONG: dict[str, Any] = {"model": MODEL, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
@@ -66,6 +69,110 @@ def test_past_the_open_streams_there_is_429_and_others_are_served() -> None:
         running.close()
         server.wait_until(lambda: not server.serving.exchanges)
         begin(server).close()
+
+
+class SlowReader:
+    """A stream straight from the application, whose client takes a piece whenever it is told to."""
+
+    def __init__(self, server: TinyServer, **options: Any) -> None:
+        self.pieces: list[bytes] = []
+        self._body = json.dumps({"ignore_eos": True, "stream": True, **options}).encode()
+        self._scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "method": "POST",
+            "scheme": "http",
+            "path": "/v1/completions",
+            "raw_path": b"/v1/completions",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            "http_version": "1.1",
+        }
+        self._loop = server.server._loop
+        self._turn = asyncio.Event()
+        self._app = create_app(server.serving)
+        assert self._loop is not None
+        self.done = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
+
+    async def _run(self) -> None:
+        is_given = False
+
+        async def receive() -> dict[str, Any]:
+            nonlocal is_given
+            if is_given:
+                await asyncio.Event().wait()
+            is_given = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+
+        async def send(message: Any) -> None:
+            await self._turn.wait()
+            self.pieces.append(message.get("body", b""))
+
+        await self._app(self._scope, receive, send)
+
+    def read_on(self) -> None:
+        """Take all that is left."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._turn.set)
+        self.done.result(60)
+
+
+def test_a_stream_counts_until_its_client_has_read_it() -> None:
+    with tiny_server(limits=ServerLimits(max_streams=1)) as server:
+        reader = SlowReader(server, prompt="Hello", max_tokens=9)
+        server.wait_until(lambda: server.llm.statistics().requests == 1)
+        server.wait_until(lambda: not server.serving.exchanges)
+        assert server.used_blocks == 0
+        with pytest.raises(openai.RateLimitError, match="1 streams are open"):
+            server.client().completions.create(model=MODEL, prompt="Hi", stream=True)
+        reader.read_on()
+        assert reader.pieces[-2:] == [b"data: [DONE]\n\n", b""]
+        assert server.serving.num_streams == 0
+        begin(server).close()
+
+
+def test_a_stream_that_is_refused_by_the_engine_counts_no_longer() -> None:
+    with tiny_server(num_tokens=64, limits=ServerLimits(max_streams=1)) as server:
+        for _ in range(2):
+            with pytest.raises(openai.BadRequestError, match="blocks"):
+                server.client().completions.create(
+                    model=MODEL, prompt=[5] * 90, max_tokens=2, stream=True
+                )
+        assert server.serving.num_streams == 0
+
+
+def test_a_server_that_drains_waits_for_who_reads() -> None:
+    with tiny_server() as server:
+        reader = SlowReader(server, prompt="Hello", max_tokens=9)
+        server.wait_until(lambda: server.llm.statistics().requests == 1)
+        server.wait_until(lambda: not server.serving.exchanges)
+        server.server.handle_exit(15, None)
+        server.wait_until(lambda: server.serving.is_draining)
+        assert not server.server.should_exit
+        reader.read_on()
+        server.wait_until(lambda: server.server.should_exit)
+        assert reader.pieces[-2] == b"data: [DONE]\n\n"
+
+
+def test_a_stream_that_waits_says_so_and_one_that_speaks_does_not() -> None:
+    limits = ServerLimits(silent_s=0.02)
+    with tiny_server(limits=limits, max_num_seqs=1, num_tokens=512) as server:
+        running = begin(server)
+        http = server.http()
+        body = {"model": MODEL, "prompt": "Hi", "max_tokens": 2, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as waiting:
+            lines = waiting.iter_lines()
+            assert [next(lines) for _ in range(4)] == [": keep-alive", ""] * 2
+            running.close()
+            rest = [line for line in lines if line and line != ": keep-alive"]
+        assert rest[-1] == "data: [DONE]" and all(line.startswith("data: {") for line in rest[:-1])
+        # OpenAI's client takes no notice of them.
+        running = begin(server)
+        stream = server.client().completions.create(
+            **{**LONG, "prompt": "Hi", "max_tokens": 5, "stream": True}
+        )
+        running.close()
+        assert list(stream)[-1].choices[0].finish_reason == "length"
 
 
 def test_while_draining_what_runs_is_finished_and_what_comes_gets_503() -> None:

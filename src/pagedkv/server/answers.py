@@ -14,7 +14,7 @@ from pagedkv.engine.outputs import Chunk
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.errors import InvalidInput
 from pagedkv.server.errors import ApiError, from_invalid_input
-from pagedkv.server.event_stream import DONE
+from pagedkv.server.event_stream import DONE, KEEP_ALIVE
 from pagedkv.server.exchange import ClientLeft, Exchange
 from pagedkv.server.sampling_schema import SamplingFields
 
@@ -122,7 +122,10 @@ async def answer_events(
     before = heading.event_before_choices()
     after = ',"usage":null}\n\n' if has_usage else "}\n\n"
     try:
-        while came := await exchange.chunks():
+        while (came := await exchange.chunks()) is not None:
+            if not came:
+                yield KEEP_ALIVE
+                continue
             events = [
                 f"{before}{choice}]{after}"
                 for place, chunk in came

@@ -13,6 +13,9 @@ from pagedkv.server.exchange import ClientLeft, Exchange
 
 DONE = b"data: [DONE]\n\n"
 
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients skip: what says nothing for long is cut by proxies."""
+
 
 class EventStream(Response):
     """Sends each piece of `events` as it comes; ends the exchange when the client has left.
@@ -46,13 +49,13 @@ class EventStream(Response):
 
 @contextlib.asynccontextmanager
 async def watched(receive: Receive, exchange: Exchange) -> AsyncIterator[None]:
-    """Within, the exchange ends when its client leaves; and in any case afterwards."""
+    """Within, the exchange ends when its client leaves; afterwards it is closed."""
     watcher = asyncio.create_task(_end_when_left(receive, exchange))
     try:
         yield
     finally:
         watcher.cancel()
-        exchange.break_off(ClientLeft())
+        exchange.close()
 
 
 async def _end_when_left(receive: Receive, exchange: Exchange) -> None:

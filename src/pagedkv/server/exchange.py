@@ -42,6 +42,7 @@ class Exchange:
         is_streamed: bool,
         times: AnswerTimes,
         on_end: Callable[[Exchange], None],
+        on_close: Callable[[Exchange], None],
     ) -> None:
         self.prompts = prompts
         self.params = params
@@ -51,7 +52,11 @@ class Exchange:
         self.requests: list[Request | None] = [None] * len(prompts)
         self._orders: list[Order] = []
         self._on_end = on_end
+        self._on_close = on_close
         self._has_ended = False
+        self._is_closed = False
+        self._was_reminded = False  # and nothing was said since
+        self._was_silent = False  # and whoever waits should know
         self.num_going_on = len(prompts) * params.n
         """Answers that have not ended."""
         self._mailbox: list[tuple[int, Chunk]] = []
@@ -76,21 +81,25 @@ class Exchange:
         if self.reason is not None:
             raise self.reason
 
-    async def chunks(self) -> list[tuple[int, Chunk]]:
+    async def chunks(self) -> list[tuple[int, Chunk]] | None:
         """Wait for more, and take all that has come, each with the place of its prompt.
 
-        Empty when everything has ended. Raises what broke the answer off.
+        Empty where nothing came for so long that the client should hear of it; None when
+        everything has ended. Raises what broke the answer off.
         """
-        while not self._mailbox and self.reason is None and self.num_going_on:
+        self._was_silent = False
+        while not (self._mailbox or self.reason or self._was_silent) and self.num_going_on:
             await self._news()
         if self.reason is not None:
             raise self.reason
+        if not (self._mailbox or self._was_silent):
+            return None
         taken, self._mailbox = self._mailbox, []
         return taken
 
     async def finished(self) -> list[Request]:
         """Wait for the end, and give the requests with all that was said."""
-        while await self.chunks():
+        while await self.chunks() is not None:
             pass
         return [request for request in self.requests if request is not None]
 
@@ -98,6 +107,7 @@ class Exchange:
         """Note what the engine said of one prompt. `wake` follows, once for all."""
         if self._has_ended:
             return
+        self._was_reminded = False
         if isinstance(news, Chunk):
             if news.finish_reason == "abort":
                 return  # the reason follows
@@ -115,6 +125,20 @@ class Exchange:
         """Let whoever waits look at what was put."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def remind(self) -> None:
+        """Time has passed: let whoever waits go on, if nothing was said since the last time."""
+        if self._was_reminded:
+            self._was_silent = True
+            self.wake()
+        self._was_reminded = True
+
+    def close(self) -> None:
+        """Nobody reads any more, or all was read. It ends, if it had not."""
+        self.break_off(ClientLeft())
+        if not self._is_closed:
+            self._is_closed = True
+            self._on_close(self)
 
     def break_off(self, reason: Exception) -> None:
         """End it before its time, for a reason that whoever waits is told."""

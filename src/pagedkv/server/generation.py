@@ -91,5 +91,8 @@ async def _accepted(exchange: Exchange, request: Request, body: SamplingFields) 
     """Wait until the engine has taken a stream's prompts, so that a refusal has its status."""
     try:
         await exchange.accepted()
-    except InvalidInput as refusal:
-        raise from_invalid_input(refusal, type(body).model_fields) from None
+    except BaseException as refusal:
+        exchange.close()
+        if isinstance(refusal, InvalidInput):
+            raise from_invalid_input(refusal, type(body).model_fields) from None
+        raise

@@ -82,11 +82,15 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         log_once("uvicorn.error", "pagedkv.server")
         self._serving.start()
-        verifying = asyncio.create_task(self._serving.verify_when_idle(IDLE_S))
+        tasks = [
+            asyncio.create_task(self._serving.verify_when_idle(IDLE_S)),
+            asyncio.create_task(self._serving.remind_silent_streams()),
+        ]
         try:
             await super().serve([self._listener])
         finally:
-            verifying.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say where."""
@@ -116,7 +120,7 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         deadline = asyncio.get_running_loop().time() + self._drain_s
-        while self._serving.exchanges and asyncio.get_running_loop().time() < deadline:
+        while self._serving.is_busy and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
         self._serving.break_off_all(
             ApiError(503, "the server is shutting down", code="shutting_down")

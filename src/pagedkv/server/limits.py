@@ -36,6 +36,8 @@ class ServerLimits:
     """Open connections, idle ones included; past it 503."""
     idle_s: float = 30.0
     """Seconds that a connection may be open without a request under way."""
+    silent_s: float = 15.0
+    """Seconds that a stream may say nothing; before it gets a comment, so that no proxy cuts it."""
     stuck_s: float = 60.0
     """Seconds that a client may read nothing while there is something to read."""
 

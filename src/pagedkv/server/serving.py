@@ -45,6 +45,7 @@ class Serving:
         self._created_s = int(time.time())
         self.exchanges: set[Exchange] = set()
         self.num_streams = 0
+        """Streams that are open: also those whose answers have ended and are being read."""
         self.is_draining = False
         self.broken_law: str | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -87,6 +88,7 @@ class Serving:
             is_streamed=is_streamed,
             times=AnswerTimes(self._metrics.requests, arrived_s),
             on_end=self._left,
+            on_close=self._closed,
         )
         self.exchanges.add(exchange)
         self.num_streams += is_streamed
@@ -115,6 +117,11 @@ class Serving:
                 param="model",
                 code="model_not_found",
             )
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anybody waits for an answer, or reads one."""
+        return bool(self.exchanges) or self.num_streams > 0
 
     @property
     def description(self) -> dict[str, Any]:
@@ -156,6 +163,14 @@ class Serving:
             if self.llm.num_steps != self._verified_steps:
                 with contextlib.suppress(BrokenLaw):  # noted, logged, and told by /health
                     await self.verify()
+
+    async def remind_silent_streams(self) -> None:
+        """Go on letting streams say that they wait, where they have said nothing. For a task."""
+        while True:
+            await asyncio.sleep(self.limits.silent_s / 2)
+            for exchange in list(self.exchanges):
+                if exchange.is_streamed:
+                    exchange.remind()
 
     async def metrics_page(self) -> bytes:
         """What Prometheus reads."""
@@ -201,11 +216,13 @@ class Serving:
             self._metrics.requests.refused.labels("invalid").inc()
         elif exchange.reason is not None:
             self._metrics.requests.finished.labels("error").inc(exchange.num_going_on)
-        self.num_streams -= exchange.is_streamed
         self._ends_s = [*self._ends_s[-31:], time.perf_counter()]
         for order in exchange.orders:
             if order.request is None or not order.request.is_finished:
                 self.llm.withdraw(order)
+
+    def _closed(self, exchange: Exchange) -> None:
+        self.num_streams -= exchange.is_streamed
 
     def _listener(self, exchange: Exchange, place: int) -> Callable[[News], None]:
         """What the engine's thread calls with news of one prompt."""
