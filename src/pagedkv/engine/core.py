@@ -3,11 +3,19 @@
 A step is: admit and extend (`Scheduler.schedule`), run (`PagedModel.logits`), sample, commit.
 `docs/engine.md` follows one step with the data that it carries. Everything here happens between
 two steps or inside one, in whichever thread calls; `LLM` sees to it that only one does.
+
+With `ahead` a device is given its next step while it computes one: steps are begun in the order
+in which they are scheduled, and concluded, tokens read and committed, in that order too::
+
+    step()     begin 1   begin 2   conclude 1
+    step()               begin 3   conclude 2
+    step()               begin 4   conclude 3
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +25,9 @@ from numpy.typing import NDArray
 
 from pagedkv.engine.beam_request import BeamRequest
 from pagedkv.engine.beam_search import BeamSearchParams, BeamStep
+from pagedkv.engine.begun_step import BegunStep
 from pagedkv.engine.detokenizer import Detokenizer, TokenTexts
+from pagedkv.engine.device_sampling import choose_greedily, chooses_on_device
 from pagedkv.engine.logprobs import TokenLogprob, log_probabilities, prompt_logprobs
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.outputs import Chunk, Completion, Generation
@@ -180,7 +190,10 @@ class Engine:
 
     Not thread-safe: one thread at a time. `end_token_ids` end an answer by themselves; `seed`
     gives requests without a seed of their own a stream each. `recorder` writes the run down.
-    `clock` tells seconds, for the statistics and the recording only.
+    `clock` tells seconds, for the statistics and the recording only. `ahead`: whether a step is
+    scheduled while the one before runs, where its tokens can be chosen without looking at them.
+
+    Raises `InvalidInput` for a run that is recorded and scheduled ahead.
     """
 
     def __init__(
@@ -197,7 +210,13 @@ class Engine:
         seed: int = 0,
         recorder: Recorder | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        ahead: bool = False,
     ) -> None:
+        if ahead and recorder is not None:
+            raise InvalidInput(
+                "a run that is scheduled ahead sees ends a step late, which a recording cannot "
+                "say: record without ahead"
+            )
         self.model = model
         self.max_model_len = max_model_len
         self.storage = model.make_storage(num_blocks, block_size)
@@ -214,11 +233,14 @@ class Engine:
         self._recorder = recorder
         self._clock = clock
         self._start_s = clock()
+        self._ahead = ahead
+        self._begun: deque[BegunStep] = deque()  # in the order in which they will be concluded
         self._samples: dict[int, _Sample] = {}  # by sequence
         self._beams: dict[int, BeamRequest] = {}  # by sequence
         self._num_requests = 0
         self._output_tokens = 0
         self._step_s = 0.0
+        self._step_start_s = 0.0
         self._forward_s = 0.0
         self._readmitted_tokens = 0
         self._readmitted_hit_tokens = 0
@@ -323,16 +345,20 @@ class Engine:
         return request
 
     def cancel(self, request: Request | BeamRequest) -> None:
-        """Nobody wants this request any more; its blocks come back now. Not within a step."""
+        """Nobody wants this request any more. Not within a step.
+
+        Its blocks come back now, or where a step is scheduled ahead before the one after that.
+        """
         if isinstance(request, BeamRequest):
             if not request.is_finished:
                 self.scheduler.cancel(request.sequences)
                 self._drop_search(request)
-            return
-        going_on = [s for s in request.samples if not s.is_finished]
-        if going_on:
-            self.scheduler.cancel([s.sequence for s in going_on])
-            self._drop(going_on, Cut(self.scheduler.num_steps))
+        else:
+            going_on = [s for s in request.samples if not s.is_finished]
+            if going_on:
+                self.scheduler.cancel([s.sequence for s in going_on])
+                self._drop(going_on, Cut(self.scheduler.num_steps))
+        self._conclude_unwanted()
 
     def step(self) -> None:
         """Compute one step, and tell listeners what it brought.
@@ -340,43 +366,91 @@ class Engine:
         If the model or the choice of a token fails, the requests of this step are cancelled, the
         others can go on, and the error is raised.
         """
-        start_s = self._clock()
+        self._step_start_s = self._clock()
         self.last_step = None
-        self._record_progress(start_s - self._start_s)
-        batch = self.scheduler.schedule()
+        self._record_progress(self._step_start_s - self._start_s)
+        if not self._begun:
+            start_s = self._clock()
+            self._begin(self.scheduler.schedule(), start_s, None)
+        first = self._begun[0]
+        if first.is_postponed:
+            self._run(first)
+        if self._ahead and len(self._begun) == 1 and first.is_known_to_device:
+            start_s = self._clock()
+            batch = self.scheduler.schedule_ahead()
+            if batch is not None:
+                self._begin(batch, start_s, first)
+        self._conclude()
+        # One that could not even be begun fails now: whoever interrupted it waits for that.
+        while self._begun and self._begun[0].failure is not None:
+            self._conclude()
+        self._conclude_unwanted()
+
+    def _begin(self, batch: Batch, start_s: float, last: BegunStep | None) -> None:
+        """Give the device what was scheduled from `start_s` on; `last` runs, or None does."""
         self._note_hits(batch, start_s)
-        scheduled_s = self._clock()
-        forward_s = sampling_s = 0.0
+        step = BegunStep(batch, last, self._clock() - start_s)
+        self._begun.append(step)
+        self._run(step)
+
+    def _run(self, step: BegunStep) -> None:
+        """Run the model, and choose the tokens where the device can."""
+        batch = step.batch
+        step.is_postponed = False
+        if not len(batch.sequences):
+            return
         try:
+            step.rows, inverse = self._rows(batch)
+            step.reports = self._prompts_to_report(batch)
+            start_s = self._clock()
+            if step.last is None:
+                logits = self.model.logits(self.storage, batch, step.rows)
+            else:
+                logits = self.model.logits(self.storage, batch, step.rows, step.last.said)
+            step.forward_s = self._clock() - start_s
+            step.all_logits = step.logits = logits
+            if len(inverse) != len(step.rows) or (inverse[1:] <= inverse[:-1]).any():
+                step.logits = logits[inverse]
+            if self._ahead and self._can_choose_on_device(batch):
+                step.said, step.is_finite = choose_greedily(step.logits)
+        except BaseException as failure:
+            step.failure = failure
+        step.last = None
+
+    def _can_choose_on_device(self, batch: Batch) -> bool:
+        """Whether no choice needs more than the logits of each row, as they are."""
+        for sequence in batch.due.tolist():
+            member = self._samples.get(sequence)
+            # One that has ended while this was scheduled may say anything.
+            if sequence in self._beams or not (member is None or chooses_on_device(member.state)):
+                return False
+        return True
+
+    def _conclude(self) -> None:
+        """Read what the oldest step says, commit it, and tell listeners."""
+        step = self._begun[0]
+        batch = step.batch
+        sampling_start_s = self._clock()
+        try:
+            if step.failure is not None:
+                raise step.failure
+            self._note_prompt_logprobs(step)
             due = batch.due.tolist()
             places = [i for i, sequence in enumerate(due) if sequence in self._samples]
             members = [self._samples[due[i]] for i in places]
-            token_ids = np.full(len(batch.due), CHOSEN_LATER, dtype=np.int64)
-            searches: list[tuple[BeamRequest, BeamStep | None]] = []
-            logprobs: tuple[TokenLogprob | None, ...] = ()
-            if len(batch.sequences):
-                rows, inverse = self._rows(batch)
-                forward_start_s = self._clock()
-                logits = self.model.logits(self.storage, batch, rows)
-                forward_s = self._clock() - forward_start_s
-                self._note_prompt_logprobs(batch, rows, logits)
-                if due:
-                    if len(inverse) != len(rows) or (inverse[1:] <= inverse[:-1]).any():
-                        logits = logits[inverse]
-                    sampling_start_s = self._clock()
-                    if members:
-                        own = logits if len(members) == len(due) else logits[places]
-                        sampled = sample(own, [s.state for s in members])
-                        token_ids[places], logprobs = sampled.token_ids, sampled.logprobs
-                    searches = self._search(due, logits)
-                    sampling_s = self._clock() - sampling_start_s
+            num_told = len(members) + sum(sequence in self._beams for sequence in due)
+            token_ids, logprobs = self._chosen(step, places, members)
+            searches = self._search(due, step.logits)
         except BaseException:
+            self._begun.popleft()
             failed = Cut(self.scheduler.num_steps - 1, by_failure=True)
             ended = self.scheduler.abandon()
             for request in dict.fromkeys(self._beams[s] for s in ended if s in self._beams):
                 self._drop_search(request)
             self._drop([self._samples[s] for s in ended if s in self._samples], failed)
             raise
+        sampling_s = self._clock() - sampling_start_s
+        self._begun.popleft()
         self.scheduler.commit(token_ids)
         finished: list[int] = []
         for member, token_id, logprob in zip(
@@ -395,11 +469,41 @@ class Engine:
             self._record([self._samples.pop(sequence) for sequence in finished])
         for request, beam_step in searches:
             self._go_on(request, beam_step)
-        self._output_tokens += len(due)
-        self._forward_s += forward_s
-        total_s = self._clock() - start_s
+        self._output_tokens += num_told
+        self._forward_s += step.forward_s
+        total_s = self._clock() - self._step_start_s
         self._step_s += total_s
-        self.last_step = StepTimes(scheduled_s - start_s, forward_s, sampling_s, total_s)
+        self.last_step = StepTimes(step.scheduling_s, step.forward_s, sampling_s, total_s)
+
+    def _chosen(
+        self, step: BegunStep, places: list[int], members: list[_Sample]
+    ) -> tuple[NDArray[np.int64], tuple[TokenLogprob | None, ...]]:
+        """What each sequence that is due says, int64 [k], and what is to be told of `members`.
+
+        `places`: of these in `Batch.due`. What another says there means nothing.
+        """
+        is_beam = [sequence in self._beams for sequence in step.batch.due.tolist()]
+        token_ids = np.where(is_beam, CHOSEN_LATER, 0).astype(np.int64, copy=False)
+        if not members:
+            return token_ids, ()
+        if step.said is None:
+            own = step.logits if len(members) == len(token_ids) else step.logits[places]
+            sampled = sample(own, [s.state for s in members])
+            token_ids[places] = sampled.token_ids
+            return token_ids, sampled.logprobs
+        said, is_finite = step.said.numpy(), step.is_finite.numpy()
+        bad = np.flatnonzero(~is_finite[places])
+        if len(bad):
+            raise NotFinite(bad.tolist())
+        return said, (None,) * len(members)
+
+    def _conclude_unwanted(self) -> None:
+        """Have done with steps that compute for nobody any more, and so with their blocks."""
+        while self._begun and not any(
+            s in self._samples or s in self._beams for s in self._begun[0].batch.sequences.tolist()
+        ):
+            self._step_start_s = self._clock()
+            self._conclude()
 
     def statistics(self) -> EngineStatistics:
         """What happened so far."""
@@ -526,10 +630,9 @@ class Engine:
                     found.append((i, request))
         return found
 
-    def _note_prompt_logprobs(
-        self, batch: Batch, rows: NDArray[np.int64], logits: torch.Tensor
-    ) -> None:
-        for i, request in self._prompts_to_report(batch):
+    def _note_prompt_logprobs(self, step: BegunStep) -> None:
+        batch, rows, logits = step.batch, step.rows, step.all_logits
+        for i, request in step.reports:
             start, stop = int(batch.query_starts[i]), int(batch.query_starts[i + 1])
             position = int(batch.positions[start])
             stop = min(stop, start + len(request.prompt_ids) - 1 - position)

@@ -47,8 +47,17 @@ class PagedModel:
         """Blocks for this model's keys and values."""
         return KVStorage(num_blocks, block_size, self.shapes, dtype=self.dtype)
 
-    def logits(self, storage: KVStorage, batch: Batch, rows: NDArray[np.int64]) -> torch.Tensor:
+    def logits(
+        self,
+        storage: KVStorage,
+        batch: Batch,
+        rows: NDArray[np.int64],
+        said: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Compute `batch`; the logits [len(rows), vocab] after its tokens at `rows`, ascending.
+
+        `said` int64 [k]: what the sequences that were due a token in the step before have said,
+        for `batch.awaited`.
 
         float32, whatever the model computes in. Keys and values of all tokens of the batch are in
         `storage` afterwards.
@@ -57,10 +66,15 @@ class PagedModel:
             storage.copy_blocks(batch.copies)
         # A model makes logits for at least one row.
         wanted = torch.from_numpy(rows if len(rows) else np.zeros(1, dtype=np.int64))
+        token_ids = torch.from_numpy(batch.token_ids)
+        if len(batch.awaited):
+            assert said is not None
+            places, sources = torch.from_numpy(batch.awaited).unbind(1)
+            token_ids = token_ids.index_copy(0, places, said[sources])
         attention = StepAttention(storage, self._places, batch)
         with torch.inference_mode(), attending(attention):
             output = self._model(
-                input_ids=torch.from_numpy(batch.token_ids)[None],
+                input_ids=token_ids[None],
                 position_ids=torch.from_numpy(batch.positions)[None],
                 use_cache=False,
                 logits_to_keep=wanted,

@@ -1,0 +1,260 @@
+"""The engine says the same whether steps are scheduled ahead or not."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs the extra [engine]")
+pytest.importorskip("transformers", reason="needs the extra [engine]")
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.tiny_engine import TinyEngine, greedy, tokens_of
+from models.tiny_models import VOCABULARY, tiny_model
+from pagedkv.engine.beam_search import BeamSearchParams
+from pagedkv.engine.core import Request
+from pagedkv.engine.device_sampling import choose_greedily
+from pagedkv.engine.model import PagedModel
+from pagedkv.engine.recording import Recorder
+from pagedkv.engine.sampling import NotFinite, SamplerState, sample
+from pagedkv.engine.sampling_params import SamplingParams
+from pagedkv.errors import InvalidInput
+
+
+@cache
+def model() -> PagedModel:
+    return PagedModel(tiny_model("llama"))
+
+
+def engine(num_blocks: int = 40, block_size: int = 4, **options: Any) -> TinyEngine:
+    return TinyEngine(model(), num_blocks, block_size, **{"ahead": True, **options})
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCABULARY), k=length)
+
+
+def of_every_kind(seed: int, num: int, end: int) -> list[tuple[list[int], SamplingParams]]:
+    """Requests that stop anywhere, draw, fork, count tokens and want to know how likely."""
+    rng = random.Random(seed)
+    shared = prompt(seed, 18)
+    made = []
+    for i in range(num):
+        ids = shared[: rng.randint(1, 18)] + prompt(seed + i, rng.randint(1, 12))
+        options: dict[str, Any] = {"temperature": 0, "max_tokens": rng.randint(1, 14)}
+        if rng.random() < 0.3:
+            options |= {"temperature": 0.9, "top_p": 0.9, "seed": i}
+            if rng.random() < 0.5:
+                options |= {"n": rng.randint(2, 3)}
+        if rng.random() < 0.1:
+            options |= {"repetition_penalty": 1.4}
+        if rng.random() < 0.1:
+            options |= {"logprobs": 2}
+        if rng.random() < 0.1:
+            options |= {"prompt_logprobs": 1}
+        if rng.random() < 0.2:
+            options |= {"min_tokens": rng.randint(1, options["max_tokens"])}
+        if rng.random() < 0.3:
+            options |= {"stop_token_ids": [end, *rng.choices(range(VOCABULARY), k=40)]}
+        made.append((ids, SamplingParams(**options)))
+    return made
+
+
+def run(
+    asked: list[tuple[list[int], SamplingParams]], seed: int, *, ahead: bool, **options: Any
+) -> tuple[list[Request], set[int], TinyEngine]:
+    """All requests, coming one by one between steps; some are cancelled."""
+    rng = random.Random(seed)
+    made = engine(ahead=ahead, end_token_ids=frozenset([7]), **options)
+    requests, cancelled = [], set()
+    for i, (ids, params) in enumerate(asked):
+        requests.append(made.add(ids, params))
+        for _ in range(rng.randint(0, 3)):
+            made.step()
+        if rng.random() < 0.2:
+            victim = rng.randrange(i + 1)
+            cancelled.add(victim)
+            made.cancel(requests[victim])
+            made.scheduler.verify()
+    made.finish_all()
+    assert made.scheduler.statistics().used_blocks == 0
+    return requests, cancelled, made
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(12, 60),
+    seats=st.integers(3, 8),
+    budget=st.integers(8, 40),
+    caching=st.booleans(),
+)
+def test_requests_of_every_kind_get_the_same_ahead_or_not(
+    seed: int, num_blocks: int, seats: int, budget: int, caching: bool
+) -> None:
+    asked = of_every_kind(seed, 8, end=7)
+    options = {
+        "num_blocks": num_blocks,
+        "seats": seats,
+        "budget": budget,
+        "prefix_caching": caching,
+    }
+    plain, left, _ = run(asked, seed, ahead=False, **options)
+    found, left_too, _ = run(asked, seed, ahead=True, **options)
+    for i, (one, other) in enumerate(zip(plain, found, strict=True)):
+        for mine, theirs in zip(
+            one.generation().completions, other.generation().completions, strict=True
+        ):
+            if i in left | left_too:
+                n = min(len(mine.token_ids), len(theirs.token_ids))
+                assert mine.token_ids[:n] == theirs.token_ids[:n]
+            else:
+                assert mine.token_ids == theirs.token_ids
+                assert mine.finish_reason == theirs.finish_reason
+                assert (mine.logprobs is None) == (theirs.logprobs is None)
+                assert len(mine.logprobs or ()) == len(theirs.logprobs or ())
+        if one.prompt_logprobs is not None and i not in left | left_too:
+            assert other.prompt_logprobs is not None
+            assert len(one.prompt_logprobs) == len(other.prompt_logprobs)
+
+
+def test_greedy_steps_are_begun_before_the_one_before_is_read() -> None:
+    running = engine()
+    running.add(prompt(1, 6), greedy(6))
+    running.step()
+    assert running.scheduler.num_steps == 2
+    running.finish_all()
+    assert running.scheduler.num_steps == 6  # none for a token that is known not to be wanted
+
+
+def test_one_that_stops_costs_one_row_too_many_and_says_nothing_more() -> None:
+    alone = engine(ahead=False)
+    said = alone.answers([prompt(1, 6)], greedy(9))[0]
+    running = engine()
+    told: list[Any] = []
+    request = running.add(
+        prompt(1, 6),
+        SamplingParams(temperature=0, max_tokens=9, stop_token_ids=[said[3]]),
+        listener=told.append,
+    )
+    running.finish_all()
+    assert tokens_of(request) == said[: said.index(said[3]) + 1]
+    assert sum(len(chunk.token_ids) for chunk in told) == len(tokens_of(request))
+    assert running.scheduler.statistics().used_blocks == 0
+
+
+def test_what_is_drawn_or_counted_waits_for_its_token() -> None:
+    for params in (
+        SamplingParams(temperature=1, seed=1, max_tokens=5),
+        greedy(5, repetition_penalty=1.3),
+        greedy(5, logprobs=1),
+        greedy(5, logit_bias={5: 1.0}),
+        SamplingParams(temperature=0, max_tokens=5, min_tokens=5),
+    ):
+        running = engine(end_token_ids=frozenset([3]))
+        running.add(prompt(1, 6), params)
+        running.step()
+        assert running.scheduler.num_steps == 1, params
+
+
+def test_a_search_is_the_same_beside_requests_that_are_scheduled_ahead() -> None:
+    found = []
+    for ahead in (False, True):
+        running = engine(ahead=ahead)
+        search = running.add_search(prompt(1, 9), BeamSearchParams(num_beams=3, max_tokens=8))
+        others = [running.add(prompt(i, 7), greedy(12)) for i in range(3)]
+        running.finish_all()
+        found.append(
+            ([b.token_ids for b in search.generation().beams], [tokens_of(r) for r in others])
+        )
+    assert found[0] == found[1]
+
+
+def test_a_cancelled_request_is_gone_with_the_step_that_computes_it() -> None:
+    running = engine()
+    request = running.add(prompt(1, 9), greedy(9))
+    running.step()
+    running.cancel(request)
+    assert running.is_idle and running.scheduler.statistics().used_blocks == 0
+
+
+def test_a_step_that_fails_while_the_next_runs_ends_its_own_and_no_others() -> None:
+    said = engine(ahead=False).answers([prompt(2, 9)], greedy(9))[0]
+    running = engine(budget=9)
+    fails = running.add(prompt(1, 9), greedy(9))
+    real, calls = running.model.logits, []
+
+    def spoiled(storage: Any, batch: Any, rows: Any, *more: Any) -> Any:
+        calls.append(batch)
+        logits = real(storage, batch, rows, *more)
+        return logits * np.nan if len(calls) == 1 else logits
+
+    running.model.logits = spoiled  # type: ignore[method-assign]
+    try:
+        waits = running.add(prompt(2, 9), greedy(9))
+        with pytest.raises(NotFinite):
+            running.step()
+        assert len(calls) == 2 and len(calls[1].sequences) == 2
+        running.scheduler.verify()
+        running.spoil()
+        assert fails.is_finished and not waits.is_finished
+        running.finish_all()
+    finally:
+        del running.model.logits
+    assert tokens_of(waits) == said
+
+
+def test_a_step_that_cannot_be_begun_fails_after_the_one_before_has_told_its_tokens() -> None:
+    running = engine()
+    request = running.add(prompt(1, 9), greedy(9))
+    real, calls = running.model.logits, []
+
+    def broken(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("no")
+        return real(*arguments)
+
+    running.model.logits = broken  # type: ignore[method-assign]
+    try:
+        with pytest.raises(ValueError, match="no"):
+            running.step()
+    finally:
+        del running.model.logits
+    assert len(tokens_of(request)) == 1 and request.is_finished
+    assert running.is_idle
+    running.scheduler.verify()
+    assert running.answers([prompt(1, 9)], greedy(3)) == engine(ahead=False).answers(
+        [prompt(1, 9)], greedy(3)
+    )
+
+
+def test_a_recorded_run_is_not_scheduled_ahead(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "run.jsonl", block_size=4, settings={})
+    with pytest.raises(InvalidInput, match="record without ahead"):
+        engine(recorder=recorder)
+    recorder.close()
+
+
+@given(st.integers(0, 2**32), st.integers(1, 9), st.sampled_from([5, 64, 513]))
+def test_the_device_chooses_the_token_that_the_host_chooses(
+    seed: int, rows: int, vocabulary: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.integers(-3, 3, (rows, vocabulary)).astype(np.float32)  # many are equal
+    logits[rng.random(logits.shape) < 0.2] = -np.inf
+    logits[:, rng.integers(vocabulary)] = 2
+    states = [SamplerState(SamplingParams(temperature=0), seed=0) for _ in range(rows)]
+    token_ids, is_finite = choose_greedily(torch.from_numpy(logits))
+    assert token_ids.tolist() == sample(logits, states).token_ids.tolist()
+    assert is_finite.all()
+    logits[0, 0], logits[-1, -1] = np.nan, np.inf
+    assert not choose_greedily(torch.from_numpy(logits))[1][[0, -1]].any()
