@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pagedkv.engine.device import ForwardTime, Read
 from pagedkv.scheduling.continuous import Batch
 
 if TYPE_CHECKING:
@@ -40,8 +41,9 @@ class BegunStep:
     """[k, vocabulary]: those of the sequences that are due a token, in the order of `batch.due`."""
     said: torch.Tensor | None = None
     """int64 [k]: what they say, where the device has chosen it."""
-    is_finite: torch.Tensor = field(default_factory=_nothing)
-    """bool [k], beside `said`: whether a token could be chosen at all."""
+    read: Read | None = None
+    """int64 [2, k], on its way to the host: `said`, and whether a token could be chosen at all."""
+    forward_time: ForwardTime | None = None
     reports: list[tuple[int, Request]] = field(default_factory=list)
     """Places in the batch of prompts whose log probabilities somebody wants."""
     failure: BaseException | None = None
@@ -52,4 +54,6 @@ class BegunStep:
     @property
     def is_known_to_device(self) -> bool:
         """Whether the next step can take what is said here before anybody has read it."""
-        return self.failure is None and (self.said is not None or not len(self.batch.due))
+        if self.failure is not None or self.is_postponed:
+            return False
+        return self.said is not None or not len(self.batch.due)

@@ -27,6 +27,13 @@ from pagedkv.engine.beam_request import BeamRequest
 from pagedkv.engine.beam_search import BeamSearchParams, BeamStep
 from pagedkv.engine.begun_step import BegunStep
 from pagedkv.engine.detokenizer import Detokenizer, TokenTexts
+from pagedkv.engine.device import (
+    ForwardTime,
+    OutOfDeviceMemory,
+    Read,
+    give_back_unused,
+    on_host,
+)
 from pagedkv.engine.device_sampling import choose_greedily, chooses_on_device
 from pagedkv.engine.logprobs import TokenLogprob, log_probabilities, prompt_logprobs
 from pagedkv.engine.model import PagedModel
@@ -394,28 +401,46 @@ class Engine:
         self._run(step)
 
     def _run(self, step: BegunStep) -> None:
-        """Run the model, and choose the tokens where the device can."""
-        batch = step.batch
+        """Run the model, and choose the tokens where the device can.
+
+        Where the device has no memory left for it, once more with what torch had kept unused; if
+        another step runs, after that one. All that it writes, it writes again.
+        """
         step.is_postponed = False
-        if not len(batch.sequences):
+        if not len(step.batch.sequences):
             return
         try:
-            step.rows, inverse = self._rows(batch)
-            step.reports = self._prompts_to_report(batch)
-            start_s = self._clock()
-            if step.last is None:
-                logits = self.model.logits(self.storage, batch, step.rows)
-            else:
-                logits = self.model.logits(self.storage, batch, step.rows, step.last.said)
-            step.forward_s = self._clock() - start_s
-            step.all_logits = step.logits = logits
-            if len(inverse) != len(step.rows) or (inverse[1:] <= inverse[:-1]).any():
-                step.logits = logits[inverse]
-            if self._ahead and self._can_choose_on_device(batch):
-                step.said, step.is_finite = choose_greedily(step.logits)
+            try:
+                self._compute(step)
+            except torch.OutOfMemoryError:
+                give_back_unused(self.model.device)
+                if step is not self._begun[0]:
+                    step.is_postponed = True
+                    return
+                self._compute(step)
         except BaseException as failure:
             step.failure = failure
         step.last = None
+
+    def _compute(self, step: BegunStep) -> None:
+        batch = step.batch
+        step.rows, inverse = self._rows(batch)
+        step.reports = self._prompts_to_report(batch)
+        step.forward_time = ForwardTime(self.model.device)
+        start_s = self._clock()
+        step.forward_time.start()
+        if step.last is None:
+            logits = self.model.logits(self.storage, batch, step.rows)
+        else:
+            logits = self.model.logits(self.storage, batch, step.rows, step.last.said)
+        step.forward_time.stop()
+        step.forward_s = self._clock() - start_s
+        step.all_logits = step.logits = logits
+        if len(inverse) != len(step.rows) or (inverse[1:] <= inverse[:-1]).any():
+            step.logits = logits[inverse]
+        if self._ahead and self._can_choose_on_device(batch):
+            step.said, is_finite = choose_greedily(step.logits)
+            step.read = Read(torch.stack([step.said, is_finite.long()]))
 
     def _can_choose_on_device(self, batch: Batch) -> bool:
         """Whether no choice needs more than the logits of each row, as they are."""
@@ -441,14 +466,20 @@ class Engine:
             num_told = len(members) + sum(sequence in self._beams for sequence in due)
             token_ids, logprobs = self._chosen(step, places, members)
             searches = self._search(due, step.logits)
-        except BaseException:
+        except BaseException as failure:
             self._begun.popleft()
             failed = Cut(self.scheduler.num_steps - 1, by_failure=True)
             ended = self.scheduler.abandon()
             for request in dict.fromkeys(self._beams[s] for s in ended if s in self._beams):
                 self._drop_search(request)
             self._drop([self._samples[s] for s in ended if s in self._samples], failed)
+            if isinstance(failure, torch.OutOfMemoryError):
+                step.all_logits = step.logits = torch.empty(0)
+                give_back_unused(self.model.device)
+                raise OutOfDeviceMemory(self.model.device, len(batch.token_ids)) from None
             raise
+        if step.forward_time is not None:
+            step.forward_s = step.forward_time.seconds() or step.forward_s
         sampling_s = self._clock() - sampling_start_s
         self._begun.popleft()
         self.scheduler.commit(token_ids)
@@ -470,10 +501,18 @@ class Engine:
         for request, beam_step in searches:
             self._go_on(request, beam_step)
         self._output_tokens += num_told
-        self._forward_s += step.forward_s
+        times = self._times(step, sampling_s)
+        self._forward_s += times.forward_s
+        self._step_s += times.total_s
+        self.last_step = times
+
+    def _times(self, step: BegunStep, sampling_s: float) -> StepTimes:
+        """What the host does while the device computes takes no time of its own."""
         total_s = self._clock() - self._step_start_s
-        self._step_s += total_s
-        self.last_step = StepTimes(step.scheduling_s, step.forward_s, sampling_s, total_s)
+        forward_s = min(step.forward_s, total_s)
+        scheduling_s = min(step.scheduling_s, total_s - forward_s)
+        sampling_s = min(sampling_s, total_s - forward_s - scheduling_s)
+        return StepTimes(scheduling_s, forward_s, sampling_s, total_s)
 
     def _chosen(
         self, step: BegunStep, places: list[int], members: list[_Sample]
@@ -486,13 +525,13 @@ class Engine:
         token_ids = np.where(is_beam, CHOSEN_LATER, 0).astype(np.int64, copy=False)
         if not members:
             return token_ids, ()
-        if step.said is None:
+        if step.said is None or step.read is None:
             own = step.logits if len(members) == len(token_ids) else step.logits[places]
-            sampled = sample(own, [s.state for s in members])
+            sampled = sample(on_host(own).numpy(), [s.state for s in members])
             token_ids[places] = sampled.token_ids
             return token_ids, sampled.logprobs
-        said, is_finite = step.said.numpy(), step.is_finite.numpy()
-        bad = np.flatnonzero(~is_finite[places])
+        said, is_finite = step.read.numpy()
+        bad = np.flatnonzero(is_finite[places] == 0)
         if len(bad):
             raise NotFinite(bad.tolist())
         return said, (None,) * len(members)
@@ -572,7 +611,7 @@ class Engine:
         places = [i for i, sequence in enumerate(due) if sequence in self._beams]
         if not places:
             return []
-        rows = logits[places].numpy()
+        rows = on_host(logits[places]).numpy()
         bad = np.flatnonzero(~np.isfinite(rows.max(1)))
         if len(bad):
             raise NotFinite([places[i] for i in bad])
@@ -638,7 +677,7 @@ class Engine:
             stop = min(stop, start + len(request.prompt_ids) - 1 - position)
             first = int(np.searchsorted(rows, start))
             found = prompt_logprobs(
-                logits[first : first + stop - start],
+                on_host(logits[first : first + stop - start]).numpy(),
                 request.prompt_ids,
                 start=position,
                 num_top=request.params.prompt_logprobs or 0,

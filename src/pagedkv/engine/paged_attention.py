@@ -18,10 +18,9 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface
 
-from pagedkv.attention import KVStorage, LayerShape
+from pagedkv.attention import LayerShape
 from pagedkv.engine.architectures import window_of_mask
 from pagedkv.errors import InvalidInput
-from pagedkv.scheduling.continuous import Batch
 
 NAME = "blocktables"
 """Without the words that `transformers` looks for in such names: flash, sdpa, flex, paged."""
@@ -121,11 +120,13 @@ def attending(attention: _Attention) -> Iterator[None]:
 class StepAttention:
     """Attention of one batch: writes its keys and values, then reads through the block tables."""
 
-    def __init__(self, storage: KVStorage, places: dict[int, LayerPlace], batch: Batch) -> None:
+    def __init__(self, storage: Any, places: dict[int, LayerPlace], slots: Any, plan: Any) -> None:
+        """`storage` is a `KVStorage` or a `GPUStorage`, `plan` one of its plans for the batch, and
+        `slots` int64 [T] as its `write` takes them."""
         self._storage = storage
         self._places = places
-        self._slots = batch.slots
-        self._plan = storage.plan(batch.block_tables, batch.lengths, batch.query_starts)
+        self._slots = slots
+        self._plan = plan
 
     def attend(
         self,
@@ -201,10 +202,11 @@ def survey(model: Any) -> tuple[list[LayerShape], dict[int, LayerPlace]]:
     Raises `InvalidInput` for a model with layers that keep something else.
     """
     seen = _Survey()
+    first = torch.zeros((1, 1), dtype=torch.int64, device=next(model.parameters()).device)
     with torch.inference_mode(), attending(seen):
         model(
-            input_ids=torch.zeros((1, 1), dtype=torch.int64),
-            position_ids=torch.zeros((1, 1), dtype=torch.int64),
+            input_ids=first,
+            position_ids=first,
             use_cache=False,
         )
     text = model.config.get_text_config()

@@ -1,0 +1,56 @@
+"""The engine on a storage in torch's memory that Triton's kernels read: in their interpreter here,
+on a GPU where there is one."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs the extra [engine]")
+pytest.importorskip("transformers", reason="needs the extra [engine]")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from models.gpu_batch import DEVICE
+from models.tiny_engine import TinyEngine, greedy
+from models.tiny_models import VOCABULARY, tiny_model
+from pagedkv.engine.model import PagedModel
+from pagedkv.engine.sampling_params import SamplingParams
+
+
+def on_device(model_type: str, **changes: Any) -> PagedModel:
+    """A tiny model where Triton runs."""
+    return PagedModel(tiny_model(model_type, **changes).to(DEVICE), triton=True)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCABULARY), k=length)
+
+
+PROMPTS = [prompt(1, 9), prompt(1, 9)[:6] + prompt(2, 7), prompt(3, 2)]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss", "qwen3"])
+def test_an_architecture_says_on_the_device_what_it_says_on_the_cpu(
+    model_type: str, ahead: bool
+) -> None:
+    changes = {"num_hidden_layers": 2}
+    if model_type in ("gemma2", "gpt_oss", "qwen3"):
+        changes |= {"layer_types": ["sliding_attention", "full_attention"]}
+    expected = TinyEngine(tiny_model(model_type, **changes), 40).answers(PROMPTS, greedy(6))
+    running = TinyEngine(on_device(model_type, **changes), 7, budget=9, seats=3, ahead=ahead)
+    assert running.answers(PROMPTS, greedy(6)) == expected
+    assert running.scheduler.statistics().used_blocks == 0
+
+
+def test_samples_that_fork_and_draw_get_the_same_on_the_device() -> None:
+    params = SamplingParams(n=3, temperature=0.9, seed=3, max_tokens=5, logprobs=1)
+    found = []
+    for model in (PagedModel(tiny_model("llama")), on_device("llama")):
+        running = TinyEngine(model, 40, ahead=model.is_on_triton)
+        request = running.add(prompt(1, 6), params)
+        running.finish_all()
+        found.append([c.token_ids for c in request.generation().completions])
+    assert found[0] == found[1] and len(set(found[0])) == 3
