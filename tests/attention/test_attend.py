@@ -169,6 +169,7 @@ def test_neither_batch_nor_threads_nor_block_size_change_a_bit(block_size: int) 
         )
         results.append(batch.attend())
     assert np.array_equal(results[0], results[1])
+    assert relative_error(results[0], batch.expected()) < TOLERANCE["float32"]
     for i in range(len(cases)):
         start, stop = batch.query_starts[i : i + 2]
         assert np.array_equal(batch.alone(i).attend(), results[0][start:stop])
@@ -210,6 +211,23 @@ def test_weights_too_small_for_a_float_are_nothing() -> None:
     batch = paged_batch(np.random.default_rng(6), [(40, 1), (200, 150)], loudness=60.0)
     # Scores of some hundreds are themselves only exact to some 1e-5.
     assert relative_error(batch.attend(), batch.expected()) < 2e-4
+
+
+@pytest.mark.parametrize("new", [1, 30])
+def test_scores_so_low_that_none_alone_would_be_more_than_nothing(new: int) -> None:
+    batch = paged_batch(np.random.default_rng(6), [(40, new)])
+    batch.k[0] = np.abs(batch.k[0]) + 1
+    batch.q = -(np.abs(batch.q) + 1)
+    batch.storage.write(1, batch.k[0], batch.v[0], slots_of(batch.block_tables[0], 0, 40, 16))
+    for scale in (1.0, 100.0):  # scores of some -50, and of some -5,000
+        found, expected = batch.attend(scale=scale), batch.expected(scale=scale)
+        assert relative_error(found, expected) < 1e-2
+
+
+@pytest.mark.parametrize("some", [{"window": 130}, {"window": 300}, {"chunk": 130}, {"chunk": 300}])
+def test_windows_and_chunks_longer_than_what_is_read_at_once(some: dict[str, int]) -> None:
+    batch = paged_batch(np.random.default_rng(6), [(400, 150), (260, 1), (301, 301)], block_size=7)
+    assert relative_error(batch.attend(**some), batch.expected(**some)) < TOLERANCE["float32"]
 
 
 def test_an_output_given_is_written_and_returned() -> None:
@@ -295,7 +313,7 @@ class TestBadInput:
             ({"q": np.ones((3, 2, 8), np.float32)}, r"q has shape \[3, 2, 8\]"),
             ({"q": np.ones((3, 2, 16))}, "q is float64: give float32"),
             ({"lengths": np.array([2])}, r"lengths\[0\] is below the number of its queries"),
-            ({"lengths": np.array([99])}, r"block_tables\[0\] has fewer than"),
+            ({"lengths": np.array([49])}, r"block_tables\[0\] has fewer than"),
             ({"lengths": np.array([20.0])}, "lengths must be integers"),
             ({"block_tables": np.array([[1, 9]], np.int32)}, "a block outside 0 to 3"),
             ({"block_tables": np.array([[-1, 1]], np.int32)}, "a block outside 0 to 3"),
