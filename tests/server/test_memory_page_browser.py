@@ -218,6 +218,84 @@ def test_the_grid_is_walked_with_the_keyboard_and_says_where_one_is(
     page.wait_for("document.querySelector('#sequence-facts h3') === null")
 
 
+def test_all_that_can_be_operated_has_a_name_and_a_role_for_those_who_listen(
+    page: Browser,
+) -> None:
+    page.evaluate("document.getElementById('block-list').open = true")
+    page.wait_for("document.querySelector('#list tr') !== null")
+    page.send("Accessibility.enable")
+    nodes = page.send("Accessibility.getFullAXTree")["nodes"]
+    page.send("Accessibility.disable")
+    found = [
+        (node["role"]["value"], node.get("name", {}).get("value", "").strip())
+        for node in nodes
+        if not node["ignored"]
+    ]
+    operated = ("button", "textbox", "combobox", "grid", "link", "spinbutton")
+    assert [role for role, name in found if role in operated and not name] == []
+    assert [name for role, name in found if role == "grid"] == ["Physical blocks"]
+    pressed = {name for role, name in found if role == "button"}
+    assert {"by sequence", "by kind", "the model’s longest", "the request’s limit"} <= pressed
+    regions = [name for role, name in found if role == "region"]
+    assert {"In blocks", "Up close", "Sequences", "The last minutes", "As it happens"} <= {*regions}
+    headings = [name for role, name in found if role == "heading"]
+    assert headings[0].startswith("3 sequences use ") and "All blocks as a table" in headings
+    assert ("image", "Contiguous regions") in found
+    assert {"columnheader", "rowheader", "main", "status"} <= {role for role, _ in found}
+
+
+def test_everything_is_reached_with_tab_once_each_in_the_order_of_the_page(
+    page: Browser,
+) -> None:
+    page.evaluate("document.activeElement.blur()")
+    wanted = page.evaluate(
+        "[...document.querySelectorAll('button, select, input, summary, [tabindex=\"0\"]')]"
+        ".filter(e => e.checkVisibility()).length"
+    )
+    page.evaluate("window.walked = []")
+    for _ in range(wanted):
+        for kind in ("rawKeyDown", "keyUp"):
+            page.send(
+                "Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9
+            )
+        page.evaluate("window.walked.push(document.activeElement), 0")
+    assert page.evaluate("new Set(window.walked).size") == wanted
+    assert page.evaluate(
+        "window.walked.every((e, i, all) => !i || "
+        "all[i - 1].compareDocumentPosition(e) & Node.DOCUMENT_POSITION_FOLLOWING)"
+    )
+    ringed = "getComputedStyle(document.activeElement).outlineStyle"
+    assert page.evaluate(ringed) == "solid"
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_tens_of_thousands_of_blocks_are_a_map_of_at_most_two_screens(
+    browser: Browser, width: int
+) -> None:
+    with StillServer(num_blocks=40_960, block_size=16, max_model_len=4_096).running() as server:
+        server.scheduler.add(list(range(3_000)), max_new_tokens=1_000)
+        server.step()
+        open_page(browser, server, width)
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        columns, rows = (
+            int(
+                browser.evaluate(f"document.getElementById('blocks').getAttribute('aria-{n}count')")
+            )
+            for n in ("col", "row")
+        )
+        assert columns * (rows - 1) < 40_960 <= columns * rows
+        assert browser.evaluate("document.getElementById('blocks-canvas').clientHeight") <= 900
+        browser.evaluate("document.getElementById('blocks').focus()")
+        press(browser, "End", modifiers=2)
+        browser.wait_for("document.getElementById('blocks').textContent.includes('40959, free')")
+        server.step()
+        browser.wait_for("document.getElementById('blocks-summary').innerText.includes('3,001')")
+        assert browser.errors == []
+        assert pixel(browser, "blocks-canvas", 187) != pixel(browser, "blocks-canvas", 188)
+        assert pixel(browser, "blocks-canvas", 40_959)[:3] == [0xDF, 0xE3, 0xE8]
+        browser.send("Page.navigate", url="about:blank")
+
+
 def test_sequences_are_listed_and_chosen_by_a_button_that_says_whether_it_is_pressed(
     page: Browser,
 ) -> None:

@@ -1,12 +1,15 @@
 // Where each cell of a map is. Both maps of the page have the same one, so that they compare.
 
-const LARGEST = 26, SMALLEST = 3;
+const LARGEST = 26, SMALL = 3, SMALLEST = 2;
 
 export class Geometry {
   /** Cells as large as `count` of them can be in `width` pixels and about `height`. */
   constructor(count, width, height) {
+    const heightOf = (cell) => Math.ceil(count / this.#columns(width, cell)) * cell;
     let cell = LARGEST;
-    while (cell > SMALLEST && Math.ceil(count / this.#columns(width, cell)) * cell > height) cell -= 1;
+    while (cell > SMALL && heightOf(cell) > height) cell -= 1;
+    // Smaller ones are hard to tell apart, but a map of several screens is no map.
+    while (cell > SMALLEST && heightOf(cell) > 2 * height) cell -= 1;
     this.count = count;
     this.cell = cell;
     this.columns = Math.min(this.#columns(width, cell), count);
@@ -18,7 +21,7 @@ export class Geometry {
 
   #columns(width, cell) {
     const fit = Math.max(1, Math.floor(width / cell));
-    return fit - (fit % (fit >= 64 ? 16 : fit >= 32 ? 8 : fit >= 16 ? 4 : 1));
+    return fit - (fit % (fit >= 32 ? 8 : fit >= 16 ? 4 : 1));
   }
 
   x(index) {

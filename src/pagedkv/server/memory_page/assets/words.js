@@ -6,7 +6,8 @@ export const number = (value) => whole.format(Math.round(value));
 
 export const percent = (share) => {
   const value = share * 100;
-  return `${value > 0 && value < 9.95 ? value.toFixed(1) : Math.round(value)} %`;
+  const isNearAnEnd = (value > 0 && value < 9.95) || (value > 99 && value < 99.95);
+  return `${isNearAnEnd ? value.toFixed(1) : Math.round(value)} %`;
 };
 
 export const count = (value, one, many = `${one}s`) => `${number(value)} ${value === 1 ? one : many}`;
