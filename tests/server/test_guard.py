@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ pytest.importorskip("openai", reason="needs OpenAI's client")
 import openai
 
 from models.tiny_server import MODEL, TinyServer, tiny_server
+from pagedkv.errors import InvalidInput
+from pagedkv.server.guard import Guard
 from pagedkv.server.limits import ServerLimits
 
 LIMITS = ServerLimits(
@@ -111,6 +114,17 @@ def test_a_malformed_body_is_refused_and_nothing_runs(server: TinyServer, body: 
     assert server.used_blocks == 0
 
 
+def test_limits_out_of_range_are_one_line() -> None:
+    for name, value, problem in (
+        ("body_s", 0.0, "body_s is 0.0: give more than 0 seconds"),
+        ("max_streams", 0, "max_streams is 0: give at least 1"),
+        ("max_waiting", -1, "max_waiting is -1: give at least 0"),
+    ):
+        with pytest.raises(InvalidInput, match=problem):
+            ServerLimits(**{name: value})
+    assert ServerLimits(max_waiting=0, max_prompt_tokens=None).max_waiting == 0
+
+
 def test_huge_numbers_are_bounded(server: TinyServer) -> None:
     with server.http() as http:
         asked: dict[str, Any] = {"prompt": "a", "max_tokens": 10**18, "temperature": 0}
@@ -133,6 +147,93 @@ def test_a_body_past_the_limit_is_413_whether_announced_or_not(server: TinyServe
         for _ in range(20):
             connection.sendall(b"400\r\n" + b"x" * 1024 + b"\r\n")
         assert b" 413 " in read(connection)
+
+
+class Guarded:
+    """A guard alone, before an application that waits until it may answer."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.guard = Guard(self._answer, keys=("sesame",), limits=ServerLimits(**limits))
+        self.bodies: list[bytes] = []
+        self.may_answer = asyncio.Event()
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        self.bodies.append(message["body"])
+        await self.may_answer.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        self.after = await receive()
+
+    async def ask(self, *pieces: dict[str, Any], **headers: str) -> tuple[int, dict[bytes, bytes]]:
+        """Status and headers for a request that arrives in these pieces."""
+        coming = iter([*pieces, {"type": "http.disconnect"}])
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return next(coming)
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        given = {"authorization": "Bearer sesame", **headers}
+        scope = {
+            "type": "http",
+            "path": "/v1/completions",
+            "headers": [(k.replace("_", "-").encode(), v.encode()) for k, v in given.items()],
+        }
+        await self.guard(scope, receive, send)
+        return sent[0]["status"], dict(sent[0]["headers"])
+
+
+def piece(body: bytes, *, is_last: bool = True) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": not is_last}
+
+
+def test_a_body_comes_in_one_piece_and_then_the_client_leaves() -> None:
+    async def run() -> None:
+        guarded = Guarded(max_body_bytes=10)
+        guarded.may_answer.set()
+        pieces = piece(b"abc", is_last=False), piece(b"de")
+        assert (await guarded.ask(*pieces, content_length="5"))[0] == 200
+        assert guarded.bodies == [b"abcde"] and guarded.after == {"type": "http.disconnect"}
+
+    asyncio.run(run())
+
+
+def test_what_is_refused_before_its_body_was_read_closes_the_connection() -> None:
+    async def run() -> None:
+        guarded = Guarded(max_body_bytes=10)
+        for status, pieces, headers in (
+            (413, [], {"content_length": "11"}),  # not a byte of it is read
+            (413, [piece(b"x" * 6, is_last=False)] * 2, {"transfer_encoding": "chunked"}),
+            (400, [piece(b"x", is_last=False)], {"content_length": "5"}),
+            (401, [], {"authorization": "Basic sesame"}),
+            (401, [], {"authorization": "Bearer"}),
+        ):
+            told, found = await guarded.ask(*pieces, **headers)
+            assert told == status and found[b"connection"] == b"close"
+        assert guarded.bodies == [] and guarded.guard._held_bytes == 0
+
+    asyncio.run(run())
+
+
+def test_bodies_that_are_held_together_are_bounded_and_given_back() -> None:
+    async def run() -> None:
+        guarded = Guarded(max_body_bytes=10)
+        asked = [
+            asyncio.create_task(guarded.ask(piece(b"x" * 10), content_length="10"))
+            for _ in range(63)
+        ]
+        unannounced = asyncio.create_task(guarded.ask(piece(b"x"), transfer_encoding="chunked"))
+        await asyncio.sleep(0)
+        status, headers = await guarded.ask(piece(b"x"), content_length="1")
+        assert status == 503 and headers[b"retry-after"] == b"1"
+        guarded.may_answer.set()
+        assert {status for status, _ in await asyncio.gather(*asked, unannounced)} == {200}
+        assert (await guarded.ask(piece(b"x"), content_length="1"))[0] == 200
+        assert guarded.guard._held_bytes == 0
+
+    asyncio.run(run())
 
 
 def test_a_body_that_never_ends_is_answered_and_closed(server: TinyServer) -> None:
