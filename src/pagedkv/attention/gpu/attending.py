@@ -150,6 +150,7 @@ def attend_pieces(
     soft_cap,
     window,
     chunk,
+    NUM_HEADS: tl.constexpr,  # KV heads
     HEADS_EACH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -166,12 +167,16 @@ def attend_pieces(
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Piece `program_id(0)` for KV head `program_id(1)`."""
-    piece = pieces + tl.program_id(0) * _COLUMNS
+    """One piece for one KV head.
+
+    The heads of a piece are next to each other in the grid: they run at the same time, and what
+    they read lies in the same pages.
+    """
+    piece = pieces + tl.program_id(0) // NUM_HEADS * _COLUMNS
     num_rows = tl.load(piece + _NUM_ROWS)
     if num_rows == 0:  # a place kept free in the buffers of a captured graph
         return
-    head = tl.program_id(1)
+    head = tl.program_id(0) % NUM_HEADS
     table = tables + tl.load(piece + _TABLE)
     before = tl.load(piece + _BEFORE)
     first_row = tl.load(piece + _FIRST_ROW)
@@ -256,7 +261,7 @@ def attend_pieces(
         )
     else:
         some = tl.where(totals > 0.0, totals, 1.0)
-        part = (place + row).to(tl.int64) * tl.num_programs(1) + head
+        part = (place + row).to(tl.int64) * NUM_HEADS + head
         tl.store(
             parts + part[:, None] * VALUE_DIM + value_places[None, :],
             sums / some[:, None],

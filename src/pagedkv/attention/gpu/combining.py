@@ -32,19 +32,19 @@ def combine_parts(
     part_scores,  # float32 [place, KV head], logarithms to base 2; -inf for a part not seen
     out_token_stride,
     out_head_stride,
+    NUM_HEADS: tl.constexpr,  # KV heads
     HEADS_EACH: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUES: tl.constexpr,
     PARTS: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Row `program_id(0)` for KV head `program_id(1)`, `PARTS` parts at a time."""
-    entry = entries + tl.program_id(0) * _COLUMNS
+    """One row for one KV head, `PARTS` parts at a time."""
+    entry = entries + tl.program_id(0) // NUM_HEADS * _COLUMNS
     num_parts = tl.load(entry + _PARTS)
     if num_parts == 0:
         return
-    head = tl.program_id(1)
-    num_heads = tl.num_programs(1)
+    head = tl.program_id(0) % NUM_HEADS
     query_head = head * HEADS_EACH + tl.load(entry + _EACH)
     place = tl.load(entry + _PLACE)
     stride = tl.load(entry + _STRIDE)
@@ -55,14 +55,12 @@ def combine_parts(
     total = 0.0
     if SINKS:  # counted here and not in the parts: once
         peak = tl.load(sinks + query_head).to(tl.float32) * LOG2_E
-        total = 1.0
-        if peak == float("-inf"):
-            total = 0.0
+        total = tl.where(peak == float("-inf"), 0.0, 1.0)
     sums = tl.zeros([VALUES], tl.float32)
     for start in range(0, num_parts, PARTS):
         part = start + tl.arange(0, PARTS)
         is_part = part < num_parts
-        at = (place + part * stride).to(tl.int64) * num_heads + head
+        at = (place + part * stride).to(tl.int64) * NUM_HEADS + head
         scores = tl.load(part_scores + at, mask=is_part, other=float("-inf"))
         values = tl.load(
             parts + at[:, None] * VALUE_DIM + value_places[None, :],

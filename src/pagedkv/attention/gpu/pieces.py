@@ -241,8 +241,8 @@ def best_span(
             num_pieces += parts
             is_cut |= parts > 1
             size = groups[i, STOP] - groups[i, FIRST] // tokens * tokens
-            # All but the last are full; the last is too where it nearly is.
-            num_full += parts - 1 + int((size - (parts - 1) * span) * 8 >= span * 7)
+            # Two that are more than half full do not fit where a full one does.
+            num_full += parts - 1 + int((size - (parts - 1) * span) * 2 > span)
         if num_pieces > len(groups) + most_extra:
             continue
         # A part is written and read again: two tokens' worth for each of its rows.

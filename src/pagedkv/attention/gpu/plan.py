@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pagedkv.attention.arrays import integers
 from pagedkv.attention.gpu import pieces
-from pagedkv.attention.gpu.tiles import LayerKind, Tile
+from pagedkv.attention.gpu.tiles import LayerKind, Tile, tiles_for
 from pagedkv.attention.work import BAD_STARTS, GOOD, problem
 from pagedkv.errors import InvalidInput
 
@@ -34,8 +34,13 @@ class Machine:
     block_size: int
     num_processors: int
     """Streaming multiprocessors."""
+    shared_bytes: int
+    """Memory that a program may share."""
     room_for: Callable[[int], torch.Tensor]
     """Room for so many float32, shared by all that the device does one after the other."""
+
+    def tiles(self, kind: LayerKind) -> tuple[Tile, ...]:
+        return tiles_for(kind, self.shared_bytes)
 
     def most_extra(self, kind: LayerKind, tile: Tile) -> int:
         """Pieces that cutting contexts may add to a batch: two rounds of the device."""
@@ -121,7 +126,8 @@ class _Batch:
         tiles: list[Tile] = []
         arrays: list[NDArray[np.int32]] = []
         most_places = least_rows = 0
-        for tile in kind.tiles:
+        of_kind = machine.tiles(kind)
+        for tile in of_kind:
             made, entries, places = pieces.cut(
                 self.lengths,
                 self.starts,
@@ -131,7 +137,7 @@ class _Batch:
                 kind.window,
                 kind.chunk,
                 least_rows,
-                tile.rows if tile is not kind.tiles[-1] else -tile.rows,
+                tile.rows if tile is not of_kind[-1] else -tile.rows,
                 tile.tokens,
                 machine.num_processors * tile.programs_each,
                 machine.most_extra(kind, tile),
@@ -192,8 +198,9 @@ class _FixedCut:
 
     def __init__(self, kind: LayerKind, machine: Machine, max_sequences: int) -> None:
         self.kind = kind
-        fitting = [tile for tile in kind.tiles if tile.rows >= kind.heads_each]
-        self.tile = fitting[0] if fitting else kind.tiles[-1]
+        tiles = machine.tiles(kind)
+        fitting = [tile for tile in tiles if tile.rows >= kind.heads_each]
+        self.tile = fitting[0] if fitting else tiles[-1]
         self.tiles_each = -(-kind.heads_each // self.tile.rows)
         groups = max_sequences * self.tiles_each
         extra = machine.most_extra(kind, self.tile)

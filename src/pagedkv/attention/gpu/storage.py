@@ -16,7 +16,7 @@ from pagedkv.attention.gpu.attending import attend_pieces
 from pagedkv.attention.gpu.combining import combine_parts
 from pagedkv.attention.gpu.copying import at_once, copy_pages
 from pagedkv.attention.gpu.plan import DecodePlan, Machine, Plan, check_tokens
-from pagedkv.attention.gpu.tiles import LayerKind, power_of_two
+from pagedkv.attention.gpu.tiles import FEWEST_ROWS, LayerKind, power_of_two
 from pagedkv.attention.gpu.writing import write_rows
 from pagedkv.attention.storage import LayerShape
 from pagedkv.errors import InvalidInput
@@ -25,6 +25,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 LARGEST_DIM = 1024
 """Numbers in a key or a value; a larger tile does not fit a processor's shared memory."""
+
+_OPTIONS = {"enable_fp_fusion": True}
+"""Multiplying and adding in one instruction: what Triton does unasked changes with its release."""
 
 _COPIED_WORDS = 4096
 _COMBINED_PARTS = 16
@@ -73,8 +76,9 @@ class GPUStorage:
                 self.device = torch.device("cuda", torch.cuda.current_device())
             facts = torch.cuda.get_device_properties(self.device)
             num_processors = facts.multi_processor_count
+            shared_bytes = facts.shared_memory_per_block_optin
         elif self.device.type == "cpu" and knobs.runtime.interpret:
-            num_processors = _PROCESSORS_OF_NOTHING
+            num_processors, shared_bytes = _PROCESSORS_OF_NOTHING, 227 * 1024
         else:
             raise InvalidInput(
                 f"no Triton kernels run on {self.device}: give a CUDA device, or use "
@@ -100,7 +104,9 @@ class GPUStorage:
         self._words = self.data.view(torch.int32)
         self._kinds: dict[LayerKind, None] = {}
         self._room = torch.empty(64, dtype=torch.float32, device=self.device)
-        self._machine = Machine(self.device, num_blocks, block_size, num_processors, self._room_for)
+        self._machine = Machine(
+            self.device, num_blocks, block_size, num_processors, shared_bytes, self._room_for
+        )
 
     @property
     def page_bytes(self) -> int:
@@ -163,6 +169,7 @@ class GPUStorage:
                 KEYS=power_of_two(shape.key_dim),
                 VALUES=power_of_two(shape.value_dim),
                 num_warps=max(1, min(8, width // 256)),
+                **_OPTIONS,
             )
 
     def copy_blocks(self, copies: Any) -> None:
@@ -179,7 +186,7 @@ class GPUStorage:
             for run in at_once(pairs.tolist()):
                 there = self._to_device(np.array(run, dtype=np.int64))
                 copy_pages[(len(run), -(-page_words // _COPIED_WORDS))](
-                    self._words, there, page_words, WORDS=_COPIED_WORDS, num_warps=8
+                    self._words, there, page_words, WORDS=_COPIED_WORDS, num_warps=8, **_OPTIONS
                 )
 
     def read(self, layer: int, block_table: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -305,6 +312,8 @@ class GPUStorage:
         self._kinds.setdefault(kind)
         cut = plan.cut(kind)
         factor = shape.key_dim**-0.5 if scale is None else scale
+        if factor <= 0:  # the kernel finds the largest score before it multiplies
+            q, factor = (-q, -factor) if factor else (torch.zeros_like(q), 1.0)
         factor, cap = (
             (factor / soft_cap, soft_cap * LOG2_E.value)
             if soft_cap
@@ -315,7 +324,7 @@ class GPUStorage:
         with self._current():
             for launch in cut.launches:
                 tile = launch.tile
-                attend_pieces[(len(launch.pieces), shape.num_kv_heads)](
+                attend_pieces[(len(launch.pieces) * shape.num_kv_heads,)](
                     out,
                     q,
                     self.data,
@@ -335,6 +344,7 @@ class GPUStorage:
                     cap,
                     kind.window,
                     kind.chunk,
+                    NUM_HEADS=shape.num_kv_heads,
                     HEADS_EACH=heads_each,
                     BLOCK_SIZE=self.block_size,
                     KEY_DIM=shape.key_dim,
@@ -344,7 +354,7 @@ class GPUStorage:
                     ROWS=tile.rows,
                     TOKENS=tile.tokens,
                     STAGES=tile.num_stages,
-                    ALL_MASKED=tile is kind.tiles[0],
+                    ALL_MASKED=tile.rows == FEWEST_ROWS,
                     WINDOW=kind.window > 0,
                     CHUNK=kind.chunk > 0,
                     SOFT_CAP=soft_cap is not None,
@@ -352,9 +362,10 @@ class GPUStorage:
                     PRECISION=precision,
                     num_warps=tile.num_warps,
                     num_stages=tile.num_stages,
+                    **_OPTIONS,
                 )
                 if len(launch.entries):
-                    combine_parts[(len(launch.entries), shape.num_kv_heads)](
+                    combine_parts[(len(launch.entries) * shape.num_kv_heads,)](
                         out,
                         launch.entries,
                         self._room if ends is None else ends,
@@ -362,12 +373,14 @@ class GPUStorage:
                         cut.part_scores,
                         out.stride(0),
                         out.stride(1),
+                        NUM_HEADS=shape.num_kv_heads,
                         HEADS_EACH=heads_each,
                         VALUE_DIM=shape.value_dim,
                         VALUES=power_of_two(shape.value_dim),
                         PARTS=_COMBINED_PARTS,
                         SINKS=ends is not None,
                         num_warps=2,
+                        **_OPTIONS,
                     )
         return out
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+FEWEST_ROWS = 16
+"""The fewest that a matrix unit takes."""
+
 
 class Tile(NamedTuple):
     """The shape of a program, and what it asks of the compiler."""
 
     rows: int
-    """Rows a program computes together; at least 16, the smallest that a matrix unit takes."""
+    """Rows a program computes together."""
     tokens: int
     """Tokens of one turn of its loop."""
     num_warps: int
@@ -38,11 +41,6 @@ class LayerKind(NamedTuple):
     is_half: bool
     """Whether queries are float16 or bfloat16."""
 
-    @property
-    def tiles(self) -> tuple[Tile, ...]:
-        """Ascending in rows; a sequence takes the first that holds all its rows, or the last."""
-        return _tiles(power_of_two(max(self.key_dim, self.value_dim)), self.is_half)
-
 
 def power_of_two(size: int) -> int:
     """The smallest power of two that is at least `size` and 16.
@@ -53,19 +51,34 @@ def power_of_two(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def tiles_for(kind: LayerKind, shared_bytes: int) -> tuple[Tile, ...]:
+    """Ascending in rows; a sequence takes the first that holds all its rows, or else the last.
+
+    `shared_bytes` of memory are what a program may share at most.
+    """
+    dim = power_of_two(max(kind.key_dim, kind.value_dim))
+    return _tiles(dim, kind.is_half, shared_bytes >= _LARGE_BYTES)
+
+
+_LARGE_BYTES = 160 * 1024
+"""Data-centre devices since the A100 have at least so much, others some 100 KiB."""
+
+
 @functools.cache
-def _tiles(dim: int, is_half: bool) -> tuple[Tile, ...]:
+def _tiles(dim: int, is_half: bool, is_large: bool) -> tuple[Tile, ...]:
     """For keys and values of up to `dim` numbers, a power of two."""
     if not is_half:
         # To check with, not to be quick: the matrix units have no exact float32.
         tokens = 32 if dim <= 128 else 16
-        return Tile(16, tokens, 4, 1, 2), Tile(32, tokens, 8, 1, 1)
-    if dim <= 128:
-        return (
-            Tile(16, 64, 4, 3, 2),
-            Tile(64, 64, 4, 3, 2),
-            Tile(128, 64, 8, 3, 1),
-        )
-    if dim <= 256:
-        return Tile(16, 32, 4, 3, 2), Tile(64, 32, 4, 3, 1), Tile(128, 32, 8, 3, 1)
-    return Tile(16, 16, 4, 2, 1), Tile(32, 16, 8, 2, 1)
+        return Tile(FEWEST_ROWS, tokens, 4, 1, 2), Tile(32, tokens, 8, 1, 1)
+    if dim > 256:
+        return Tile(FEWEST_ROWS, 16, 4, 3, 1), Tile(32, 16, 8, 3, 1)
+    # A turn needs the block table's entries before its keys and values, and the compiler gives
+    # each of the two half of the stages: with 5, two turns are being read while one is computed.
+    # 16 KiB of keys and as much of values a turn, so that three programs of few rows fit a
+    # processor, by their registers too.
+    tokens = max(16, min(128, 8192 // dim))
+    many = min(tokens, 64)
+    if not is_large:
+        return Tile(FEWEST_ROWS, tokens, 4, 3, 2), Tile(64, many // 2, 4, 3, 1)
+    return Tile(FEWEST_ROWS, tokens, 4, 5, 3), Tile(64, many, 4, 3, 2), Tile(128, many, 8, 5, 1)
