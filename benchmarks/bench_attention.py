@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+import torch
 from peers import SHARED
 
 from pagedkv.attention import KVStorage, LayerShape
@@ -55,8 +56,8 @@ def prefill_ms(dtype: str, kv_heads: int, each: int, dim: int) -> float:
     """A prompt of 2,048 tokens in chunks of 512, written and attended to; the best of 5."""
     storage = KVStorage(LENGTH // 16, 16, [LayerShape(kv_heads, dim, dim)], dtype=dtype)
     rng = np.random.default_rng(0)
-    k = rng.standard_normal((LENGTH, kv_heads, dim), dtype=np.float32)
-    q = rng.standard_normal((LENGTH, kv_heads * each, dim), dtype=np.float32)
+    k = torch.randn((LENGTH, kv_heads, dim), dtype=getattr(torch, dtype))
+    q = torch.randn((LENGTH, kv_heads * each, dim), dtype=getattr(torch, dtype))
     table = rng.permutation(LENGTH // 16).astype(np.int32)
     tokens = np.arange(LENGTH)
     slots = table[tokens // 16].astype(np.int64) * 16 + tokens % 16

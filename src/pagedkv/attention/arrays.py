@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 
 from pagedkv.errors import InvalidInput
 
+_ALIGNMENT_BYTES = 64
+"""A line of the CPU's cache: a vector that lies across two is read twice."""
+
 
 class Flat(NamedTuple):
     """An array [tokens, heads, dim] as kernels take it."""
@@ -99,3 +102,15 @@ def integers(array: Any, dtype: Any, name: str) -> NDArray[Any]:
     numbers = np.ascontiguousarray(numbers, dtype=dtype)
     # Compiled code is made for arrays that may be written; for others it would be made again.
     return numbers if numbers.flags.writeable else numbers.copy()
+
+
+def aligned(size: int, dtype: Any) -> NDArray[Any]:
+    """`size` numbers that begin with a line of the cache, and hold anything.
+
+    Raises `MemoryError` or `ValueError` for more than there is, or than can be counted.
+    """
+    nbytes = size * np.dtype(dtype).itemsize
+    raw = np.empty(nbytes + _ALIGNMENT_BYTES, dtype=np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT_BYTES
+    numbers: NDArray[Any] = raw[start : start + nbytes].view(dtype)
+    return numbers

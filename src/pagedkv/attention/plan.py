@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pagedkv.attention import kernels, work
-from pagedkv.attention.arrays import integers
+from pagedkv.attention import arguments, work
+from pagedkv.attention.arrays import aligned, integers
 from pagedkv.errors import InvalidInput
 
 _ALONE = 100_000
@@ -40,30 +40,30 @@ class Cut:
         num_threads: int,
     ) -> None:
         self.num_threads = num_threads
-        each = kernels.num_scratch(kind.heads_each, most_rows, kind.key_dim, kind.value_dim)
-        self.counters = np.zeros(len(pieces) + kernels.FIRST_LEADER, dtype=np.int64)
-        self.integers = np.zeros(kernels.NUM_INTEGERS, dtype=np.int64)
-        self.integers[kernels.SCRATCH_EACH] = each
-        self.integers[kernels.WINDOW] = kind.window
-        self.integers[kernels.CHUNK] = kind.chunk
+        each = arguments.num_scratch(kind.heads_each, most_rows, kind.key_dim, kind.value_dim)
+        self.counters = np.zeros(len(pieces) + arguments.FIRST_LEADER, dtype=np.int64)
+        self.integers = np.zeros(arguments.NUM_INTEGERS, dtype=np.int64)
+        self.integers[arguments.SCRATCH_EACH] = each
+        self.integers[arguments.WINDOW] = kind.window
+        self.integers[arguments.CHUNK] = kind.chunk
         self.factors = np.zeros(2, dtype=np.float32)
         self.arrays: dict[int, NDArray[Any]] = {
-            kernels.TABLES: batch.tables,
-            kernels.LENGTHS: batch.lengths,
-            kernels.STARTS: batch.starts,
-            kernels.PIECES: pieces,
-            kernels.COUNTERS: self.counters,
-            kernels.PARTS_KEPT: np.empty(num_parts, dtype=np.float32),
-            kernels.INTEGERS: self.integers,
-            kernels.FACTORS: self.factors,
-            kernels.SCRATCH: np.empty(num_threads * each, dtype=np.float32),
-            kernels.ROWS: np.empty(num_threads * kernels.NUM_ROWS_OF_SCRATCH, dtype=np.int64),
+            arguments.TABLES: batch.tables,
+            arguments.LENGTHS: batch.lengths,
+            arguments.STARTS: batch.starts,
+            arguments.PIECES: pieces,
+            arguments.COUNTERS: self.counters,
+            arguments.PARTS_KEPT: np.empty(num_parts, dtype=np.float32),
+            arguments.INTEGERS: self.integers,
+            arguments.FACTORS: self.factors,
+            arguments.SCRATCH: aligned(num_threads * each, np.float32),
+            arguments.ROWS: np.empty(num_threads * arguments.NUM_ROWS_OF_SCRATCH, dtype=np.int64),
         }
-        self.numbers = (ctypes.c_int64 * kernels.NUM_NUMBERS)()
+        self.numbers = (ctypes.c_int64 * arguments.NUM_NUMBERS)()
         """Address and size of every array, as a task takes them; those of a call are still 0."""
         for place, array in self.arrays.items():
             self.numbers[2 * place], self.numbers[2 * place + 1] = array.ctypes.data, array.size
-        self.numbers[kernels.TABLE_WIDTH] = batch.tables.shape[1]
+        self.numbers[arguments.TABLE_WIDTH] = batch.tables.shape[1]
 
 
 class Plan:
@@ -114,7 +114,7 @@ class Plan:
             kind.value_dim,
             kind.window,
             kind.chunk,
-            kernels.most_few(kind.heads_each),
+            arguments.most_few(kind.heads_each),
         )
         if status != work.GOOD:
             raise InvalidInput(work.problem(status, sequence, self._block_size, self._num_blocks))

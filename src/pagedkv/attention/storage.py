@@ -21,19 +21,24 @@ import numpy as np
 from numba.core import config
 from numpy.typing import NDArray
 
-from pagedkv.attention import kernels, writing
-from pagedkv.attention.arrays import Flat, flat, integers, is_readable_in_place, native
+from pagedkv.attention import arguments, writing
+from pagedkv.attention.arrays import (
+    Flat,
+    aligned,
+    flat,
+    integers,
+    is_readable_in_place,
+    native,
+)
+from pagedkv.attention.kernels import kernel as kernel_for
 from pagedkv.attention.plan import LayerKind, Plan
 from pagedkv.attention.threads import Threads
+from pagedkv.attention.tiles import fits_tiles
 from pagedkv.attention.vector_code import BFLOAT16, FLOAT16
 from pagedkv.errors import InvalidInput
 
 DTYPES = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
 """What a storage may hold, and as what NumPy sees it: bfloat16 as its bits."""
-
-_ALIGNMENT_BYTES = 64
-"""A line of the CPU's cache: a vector that lies across two is read twice."""
-
 
 _BY_ADDRESSES = not (config.DISABLE_JIT or config.BOUNDSCHECK)
 """Whether kernels run in threads that know only addresses; else one thread takes arrays."""
@@ -114,16 +119,14 @@ class KVStorage:
         self._numbers = bits.reshape(-1)
 
     def _reserve(self, dtype: Any) -> NDArray[Any]:
-        nbytes = self.num_blocks * self._page_numbers * np.dtype(dtype).itemsize
         try:
-            raw = np.empty(nbytes + _ALIGNMENT_BYTES, dtype=np.uint8)
+            pages = aligned(self.num_blocks * self._page_numbers, dtype)
         except (MemoryError, ValueError):  # more than there is, more than can be counted
+            nbytes = self.num_blocks * self._page_numbers * np.dtype(dtype).itemsize
             raise InvalidInput(
                 f"the system does not promise {nbytes} bytes for {self.num_blocks} blocks: "
                 "ask for fewer"
             ) from None
-        start = -raw.ctypes.data % _ALIGNMENT_BYTES
-        pages: NDArray[Any] = raw[start : start + nbytes].view(dtype)
         return pages.reshape(self.num_blocks, -1)
 
     @property
@@ -326,7 +329,7 @@ class KVStorage:
         nbytes = queries.itemsize
         q_token, q_head, _ = queries.strides
         out_token, out_head, _ = target.strides
-        cut.integers[: kernels.WINDOW] = (
+        cut.integers[: arguments.WINDOW] = (
             self._page_numbers,
             self.block_size,
             *self._places(layer),
@@ -337,19 +340,21 @@ class KVStorage:
         )
         cut.counters.fill(0)
         half_queries = q_dtype != "float32"
-        kernel = kernels.kernel(heads, shape.key_dim, shape.value_dim, self._half, half_queries)
+        sizes = shape.key_dim, shape.value_dim
+        is_tiled = fits_tiles(self._half, half_queries, *sizes, factor)
+        kernel = kernel_for(heads, *sizes, self._half, half_queries, is_tiled)
         if not _BY_ADDRESSES:
             arrays = dict(cut.arrays)
-            arrays[kernels.STORAGE], arrays[kernels.SINKS] = self._numbers, ends
-            arrays[kernels.Q], arrays[kernels.OUT] = flat(queries).numbers, flat(target).numbers
+            arrays[arguments.STORAGE], arrays[arguments.SINKS] = self._numbers, ends
+            arrays[arguments.Q], arrays[arguments.OUT] = flat(queries).numbers, flat(target).numbers
             kernel.take(*(arrays[i] for i in range(len(arrays))))
             return out
         numbers = cut.numbers
         for place, array in (
-            (kernels.STORAGE, self._numbers),
-            (kernels.Q, queries),
-            (kernels.OUT, target),
-            (kernels.SINKS, ends),
+            (arguments.STORAGE, self._numbers),
+            (arguments.Q, queries),
+            (arguments.OUT, target),
+            (arguments.SINKS, ends),
         ):
             numbers[2 * place], numbers[2 * place + 1] = array.ctypes.data, array.size
         self._threads.run(kernel.task, numbers, cut.num_threads)
