@@ -200,6 +200,27 @@ def test_settings_as_they_were_come_first_where_no_choice_is_just_these(
     assert found["choices"][0]["num_blocks"] == 700
 
 
+def test_choices_that_come_to_the_same_are_listed_once(
+    numbers: Callable[..., dict[str, Any]],
+) -> None:
+    found = numbers(*TRAFFIC, "--what-if", "num-blocks=2x,1x,1.0x,700,1400,2.00x,1.000x")
+    assert [row["values"]["num-blocks"] for row in found["choices"]] == ["2x", "1x"]
+    assert [row["is_base"] for row in found["choices"]] == [False, True]
+    assert found["remarks"][-1] == (
+        "asked for twice in other words, and listed once: num-blocks 1.0x; num-blocks 700; "
+        "num-blocks 1400 and 2 more"
+    )
+
+
+def test_a_placement_is_no_setting_of_paged_memory(
+    numbers: Callable[..., dict[str, Any]],
+) -> None:
+    for arguments in (["--what-if", "load=2x"], ["--scheme", "paged"]):
+        assert "placement" not in numbers(*TRAFFIC, *arguments)["settings"]
+    both = numbers(*TRAFFIC, "--scheme", "paged", "--scheme", "reserve-max")
+    assert both["settings"]["placement"] == "first-fit"
+
+
 def test_requests_that_come_faster_wait_longer(numbers: Callable[..., dict[str, Any]]) -> None:
     slow, fast = numbers(*TRAFFIC, "--what-if", "load=1x,100x")["choices"]
     assert fast["ttft_s"]["p99"] > slow["ttft_s"]["p99"]
@@ -284,6 +305,22 @@ def test_the_table_fits_80_columns_and_marks_how_it_was(
     [base] = [line for line in lines if line.startswith("*") and "as it was" not in line]
     assert base.split()[1:5] == ["1x", "16", "1x", "700"]
     assert "As it was (num-blocks 1x, block-size 16, load 1x): " in out
+
+
+def test_long_values_are_broken_and_numbers_are_not(capsys: pytest.CaptureFixture[str]) -> None:
+    number = "0.0123456789012345678901234567"
+    varied = [
+        *("--what-if", f"watermark={number},0.25", "--what-if", "max-num-batched-tokens=1x,16384"),
+        *("--what-if", f"load=1.{'0' * 17}x,2x", "--what-if", "prefix-caching=on,off"),
+    ]
+    assert main.run(["simulate", *TRAFFIC, *varied]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80 and "…" not in out
+    assert number[:10] in out and number[-5:] in out and "63.8" in out
+    assert "Not shown, for the width: waste (%), TTFT p50 (s), output (tok/s)" in out
+    # Where there is room for all there is nothing to say.
+    assert main.run(["simulate", *TRAFFIC, "--what-if", "load=1x,2x"]) == 0
+    assert "Not shown" not in capsys.readouterr().out
 
 
 def test_the_report_and_the_json_are_written(capsys: pytest.CaptureFixture[str]) -> None:

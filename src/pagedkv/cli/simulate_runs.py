@@ -96,15 +96,16 @@ def run_what_if(
 
     setup = _set_up(replace(given, schemes=(Scheme.PAGED.value,)), typed, bars)
     base = setup.config
-    wanted = [
-        (choice.values, _config_at(setup.config, choice), choice.load)
-        for choice in choices(variations, setup.given, base.num_blocks)
-    ]
-    if (base, 1.0) not in [(config, load) for _, config, load in wanted]:
-        values = base_values(variations, setup.given, base.num_blocks)
-        wanted.insert(0, (values, base, 1.0))
+    wanted: dict[tuple[SimulationConfig, float], tuple[str, ...]] = {}
+    again = []
+    for choice in choices(variations, setup.given, base.num_blocks):
+        key = _config_at(base, choice), choice.load
+        if wanted.setdefault(key, choice.values) != choice.values:
+            again.append(choice.values)
+    if (base, 1.0) not in wanted:
+        wanted = {(base, 1.0): base_values(variations, setup.given, base.num_blocks), **wanted}
     rows = []
-    for values, config, load in wanted:
+    for (config, load), values in wanted.items():
         trace = setup.trace if load == 1.0 else setup.trace.at_load(load)
         try:
             scheme = simulate_scheme(trace, config, "paged")
@@ -115,6 +116,13 @@ def run_what_if(
         bars("what if", len(rows) / len(wanted))
     _refuse_if_none_was_served(setup.trace, tuple(row.scheme for row in rows))
     remarks = setup.remarks if setup.trace.has_prefix_ids else (*setup.remarks, NO_PREFIX_IDS)
+    if again:
+        names = "; ".join(
+            ", ".join(f"{v.name} {value}" for v, value in zip(variations, values))
+            for values in again[:3]
+        )
+        more = f" and {len(again) - 3:,} more" if len(again) > 3 else ""
+        remarks = (*remarks, f"asked for twice in other words, and listed once: {names}{more}")
     return WhatIfResult(
         command=command,
         settings=setup.settings,

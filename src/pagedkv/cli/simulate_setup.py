@@ -223,6 +223,7 @@ def memory_settings(
     model: str, geometry: ModelGeometry, memory: KVMemory, config: SimulationConfig
 ) -> Settings:
     """The settings that workloads, traces and presets have in common."""
+    placed = {} if config.schemes == ("paged",) else {"placement": config.placement}
     return {
         "samples": config.num_samples,
         "memory": memory.source,
@@ -232,7 +233,7 @@ def memory_settings(
         "kv-dtype": geometry.kv_dtype,
         "max-model-len": config.max_model_len,
         "scheme": ", ".join(config.schemes),
-        "placement": config.placement,
+        **placed,
         "prefix-caching": config.prefix_caching,
         "max-num-seqs": config.scheduler.max_num_seqs,
         "max-num-batched-tokens": config.scheduler.max_num_batched_tokens,

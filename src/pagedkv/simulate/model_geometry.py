@@ -505,7 +505,16 @@ def _dtype(fields: _Fields) -> str | None:
 # --- All together --------------------------------------------------------------------------------
 
 
+_SIZES = ("hidden_size", "n_embd", "d_model", "num_hidden_layers", "n_layer", "n_layers")
+"""Fields of which every config of a model has one."""
+
+
 def _geometry(fields: _Fields, name: str, source: str, kv_dtype: str) -> ModelGeometry:
+    if not any(size in fields.values for size in (*_SIZES, "num_layers", "num_attention_heads")):
+        raise InvalidInput(
+            f"{fields.place} is no model's config: it has neither hidden_size nor "
+            "num_hidden_layers nor what others call them; give a Hugging Face config.json"
+        )
     config_dtype = _dtype(fields)
     if kv_dtype == "auto":
         if config_dtype is None:

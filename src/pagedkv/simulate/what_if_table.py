@@ -14,6 +14,11 @@ from pagedkv.simulate.what_if import columns_of, sentences, shows_blocks
 
 BASE_SIGN = "*"
 
+_WIDEST = 10_000
+
+_DROPPED_FIRST = ("waste", "ttft_s.p50", "output_tokens_per_s")
+"""Columns that go where the lines are too short for all; the report and the JSON have them."""
+
 _HEADINGS = {
     "hit_rate_first": "hit rate\n(%)",
     "waste": "waste\n(%)",
@@ -41,13 +46,25 @@ def print_what_if(result: WhatIfResult, console: Console) -> None:
     console.print()
     columns = columns_of(result)
     table = _table(result, columns, console)
-    while len(columns) > 1 and console.measure(table).maximum > console.width:
-        columns.pop()  # the report and the JSON have them all
+    left_out = []
+    for metric in [m for key in _DROPPED_FIRST for m in columns if m.key == key]:
+        if _width(table, console) <= console.width:
+            break
+        columns.remove(metric)
+        left_out.append(_HEADINGS[metric.key].replace("-\n", "").replace("\n", " "))
         table = _table(result, columns, console)
     console.print(table)
     print_text(console, Text(f"{BASE_SIGN} as it was"))
+    if left_out:
+        print_text(console, Text(f"Not shown, for the width: {', '.join(left_out)}"))
     for remark in result.remarks:
         print_text(console, Text(writable(f"Note: {remark}", console)))
+
+
+def _width(table: Table, console: Console) -> int:
+    """Columns that the table needs where no value is broken."""
+    unbounded = console.options.update(max_width=_WIDEST)
+    return console.measure(table, options=unbounded).maximum
 
 
 def _table(result: WhatIfResult, columns: list[Metric], console: Console) -> Table:
@@ -55,7 +72,8 @@ def _table(result: WhatIfResult, columns: list[Metric], console: Console) -> Tab
     table = plain_table(is_wide=True)
     table.add_column("", no_wrap=True)
     for name in result.names:
-        table.add_column(_broken(name), justify="right", no_wrap=True)
+        # What is too long is broken, so that the numbers keep their places.
+        table.add_column(_broken(name), justify="right", overflow="fold")
     if shows_blocks(result):
         table.add_column("\nblocks", justify="right", no_wrap=True)
     if any_refused:
