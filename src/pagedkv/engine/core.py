@@ -35,6 +35,7 @@ from pagedkv.engine.device import (
     on_host,
 )
 from pagedkv.engine.device_sampling import choose_greedily, chooses_on_device
+from pagedkv.engine.graphs import Capture, DecodeGraphs, ladder
 from pagedkv.engine.logprobs import TokenLogprob, log_probabilities, prompt_logprobs
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.outputs import Chunk, Completion, Generation
@@ -199,6 +200,8 @@ class Engine:
     gives requests without a seed of their own a stream each. `recorder` writes the run down.
     `clock` tells seconds, for the statistics and the recording only. `ahead`: whether a step is
     scheduled while the one before runs, where its tokens can be chosen without looking at them.
+    `capture`: how decode steps are captured, to be replayed; where the model cannot be captured,
+    `graph_problem` says why, in a line, and every step is computed anew.
 
     Raises `InvalidInput` for a run that is recorded and scheduled ahead.
     """
@@ -218,6 +221,7 @@ class Engine:
         recorder: Recorder | None = None,
         clock: Callable[[], float] = time.perf_counter,
         ahead: bool = False,
+        capture: Capture | None = None,
     ) -> None:
         if ahead and recorder is not None:
             raise InvalidInput(
@@ -234,6 +238,10 @@ class Engine:
             max_model_len=max_model_len,
             prefix_caching=prefix_caching,
         )
+        self.graphs: DecodeGraphs | None = None
+        self.graph_problem: str | None = None
+        if capture is not None:
+            self._capture_steps(capture)
         self.end_token_ids = end_token_ids
         self._texts = texts
         self._seed = seed
@@ -253,6 +261,23 @@ class Engine:
         self._readmitted_hit_tokens = 0
         self.last_step: StepTimes | None = None
         """The times of the newest step; None before any, and where it failed."""
+
+    def _capture_steps(self, capture: Capture) -> None:
+        try:
+            self.graphs = DecodeGraphs(
+                self.model,
+                self.storage,
+                sizes=ladder(self.scheduler.config.max_num_seqs),
+                max_model_len=self.max_model_len,
+                capture=capture,
+            )
+        except Exception as problem:  # whatever a model does that no graph can
+            lines = str(problem).strip().splitlines() or [type(problem).__name__]
+            self.graph_problem = (
+                f"decode steps of {self.model.config.model_type} cannot be captured as graphs, "
+                f"and are computed without: {lines[0]}"
+            )
+            give_back_unused(self.model.device)
 
     @property
     def is_idle(self) -> bool:
@@ -429,10 +454,13 @@ class Engine:
         step.forward_time = ForwardTime(self.model.device)
         start_s = self._clock()
         step.forward_time.start()
-        if step.last is None:
-            logits = self.model.logits(self.storage, batch, step.rows)
+        said = None if step.last is None else step.last.said
+        # What a graph says is overwritten by the next one, and reports are read after that.
+        size = None if self.graphs is None or step.reports else self.graphs.size_for(batch)
+        if self.graphs is not None and size is not None:
+            logits = self.graphs.logits(size, batch, step.rows, said)
         else:
-            logits = self.model.logits(self.storage, batch, step.rows, step.last.said)
+            logits = self.model.logits(self.storage, batch, step.rows, said)
         step.forward_time.stop()
         step.forward_s = self._clock() - start_s
         step.all_logits = step.logits = logits
