@@ -243,6 +243,55 @@ def test_behind_a_prompt_the_first_space_is_kept(
     assert text_of(tokenizer, prompt_ids, skips) + "".join(pieces_of(stream, ids)) == whole
 
 
+def bytes_in(tokenizer: Any, data: bytes) -> list[int]:
+    vocabulary = tokenizer.get_vocab()
+    return [vocabulary[f"<0x{byte:02X}>"] for byte in data]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "text"),
+    [
+        ("😀😀".encode(), "é".encode(), "é."),
+        ("é".encode() + "😀".encode()[:2], "é".encode(), "é."),
+        ("😀".encode()[:2], "😀".encode()[2:], f"{BROKEN}{BROKEN}."),
+        (b"", "😀".encode(), "😀."),
+    ],
+)
+def test_bytes_at_the_end_of_a_prompt_are_no_part_of_the_output(
+    prompt: bytes, output: bytes, text: str
+) -> None:
+    tokenizer = byte_fallback()
+    vocabulary = tokenizer.get_vocab()
+    prompt_ids = [vocabulary[f"{SPACE}he"], *bytes_in(tokenizer, prompt)]
+    stream = TokenTexts(tokenizer).stream(prompt_ids=prompt_ids)
+    assert "".join(pieces_of(stream, [*bytes_in(tokenizer, output), vocabulary["."]])) == text
+    stream = TokenTexts(tokenizer).stream(prompt_ids=prompt_ids)
+    assert pieces_of(stream, [vocabulary[f"{SPACE}wor"]]) == [" wor", ""]
+
+
+def test_a_replacement_character_that_is_meant_is_shown_at_once() -> None:
+    tokenizer = byte_fallback()
+    broken = tokenizer.get_vocab()[BROKEN]
+    assert pieces_of(TokenTexts(tokenizer).stream(), [broken, broken]) == [BROKEN, BROKEN, ""]
+
+
+@pytest.mark.parametrize(
+    ("kind", "token", "added_bytes"),
+    [
+        (byte_level, "ðŁ", b"\xf0\x9f"),
+        (byte_level, "Ġh", b" h"),
+        (byte_level, "日本", "日本".encode()),
+        (byte_fallback, "<0x9F>", b"\x9f"),
+        (byte_fallback, f"{SPACE}he", b" he"),
+        (byte_fallback, "</s>", b"</s>"),
+        (metaspace, f"{SPACE}wor", b" wor"),
+        (metaspace, "ld", b"ld"),
+    ],
+)
+def test_the_bytes_that_a_token_adds_to_a_text(kind: Any, token: str, added_bytes: bytes) -> None:
+    assert TokenTexts(kind()).token_bytes(kind().token_to_id(token)) == added_bytes
+
+
 @given(st.lists(st.integers(0, 256), max_size=30) | st.text().map(lambda t: list(t.encode())))
 def test_a_tokenizer_in_python_is_streamed_without_half_characters(ids: list[int]) -> None:
     tokenizer = Slow()

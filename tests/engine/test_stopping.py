@@ -73,6 +73,10 @@ def test_a_stop_token_that_is_the_end_token_too_is_named_also_where_eos_is_ignor
     assert found == (["a", ""], Finish("stop", EOS))
 
 
+def test_an_end_token_that_is_a_stop_token_too_is_named() -> None:
+    assert run(["a"], eos=True, stop_token_ids=[EOS]) == (["a", ""], Finish("stop", EOS))
+
+
 def test_the_limit_ends_a_sequence_with_its_last_token() -> None:
     assert run(["a", "b", "c"], limit=2) == (["a", "b"], Finish("length"))
 
@@ -140,6 +144,31 @@ def test_a_cancelled_sequence_gives_what_it_has() -> None:
     assert [output.append(0).text, output.append(1).text] == ["ab", ""]
     assert output.abort() == Progress("c", Finish("abort"))
     assert output.text == "abc"
+
+
+def test_a_cancelled_sequence_gives_what_its_detokenizer_has_kept() -> None:
+    output = OutputText(SamplingParams(), Characters(["ab", "cd"], late=True), limit=9)
+    assert [output.append(0).text, output.append(1).text] == ["a", "bc"]
+    assert output.abort() == Progress("d", Finish("abort"))
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "expected"),
+    [(1, Progress("", Finish("stop", "d"))), (2, Progress("d", Finish("abort")))],
+)
+def test_a_stop_string_counts_in_what_is_left_when_cancelled_unless_min_tokens_are_not_reached(
+    min_tokens: int, expected: Progress
+) -> None:
+    params = SamplingParams(stop="d", min_tokens=min_tokens)
+    output = OutputText(params, Characters(["ab", "cd"], late=True), limit=9)
+    output.append(0)
+    output.append(1)
+    assert output.abort() == expected
+
+
+def test_a_stop_string_that_may_not_count_yet_may_begin_the_next() -> None:
+    found = run(["xaa", "a", "b"], min_tokens=1, stop="aa")
+    assert found == (["xa", ""], Finish("stop", "aa"))
 
 
 @given(

@@ -77,11 +77,13 @@ class TokenTexts:
         def skipped(token_id: int) -> bool:
             return token_id in special or self._is_absent(token_id)
 
-        context = []
+        context: list[int] = []
         for token_id in reversed(prompt_ids):
-            if not skipped(token_id):
+            # Bytes at its end are left out: half a character there would join the output's first
+            # bytes, or have them replaced although they are text.
+            if not skipped(token_id) and (context or not self._is_byte_token(token_id)):
                 context.append(token_id)
-                if len(context) >= _CONTEXT and not self._is_byte_token(token_id):
+                if len(context) == _CONTEXT:
                     break
         return _WindowStream(
             self._decode,
