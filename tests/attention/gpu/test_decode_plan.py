@@ -79,7 +79,7 @@ def test_a_captured_graph_reads_each_new_batch() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         storage.attend_planned(1, q, plan, out=out)
-        with pytest.raises(ValueError, match="let every layer attend once before"):
+        with pytest.raises(ValueError, match="run all layers once with this plan before"):
             storage.attend_planned(1, q, plan, out=out, window=3)
     for chosen in ([0, 1, 2], [1], [2, 0], [], [1, 2, 0]):
         plan.update(host.block_tables[chosen], host.lengths[chosen])

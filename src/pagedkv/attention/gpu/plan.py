@@ -285,9 +285,9 @@ class DecodePlan:
             graph.replay()
 
     `q` has `max_sequences` tokens, one a sequence; the results of those beyond the batch are
-    zeros. Each kind of layer must have attended once, with this or any other plan of the storage,
-    before a capture begins. What `update` copies is ordered, as any copy, on the current stream:
-    replay there. The host need not wait between two updates.
+    zeros. Run once with the plan what is to be captured: that compiles the kernels, and makes the
+    plan's room for kinds of layer that the storage has not met. What `update` copies is ordered,
+    as any copy, on the current stream: replay there. The host need not wait between two updates.
     """
 
     def __init__(
@@ -359,7 +359,7 @@ class DecodePlan:
             if self._machine.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise InvalidInput(
                     f"a layer of a new kind, {kind}, attends while a graph is captured: "
-                    "let every layer attend once before"
+                    "run all layers once with this plan before"
                 )
             fixed = _FixedCut(kind, self._machine, self.max_sequences)
             region = _Region([fixed], 0, self._machine)
