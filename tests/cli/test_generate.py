@@ -119,6 +119,8 @@ def test_a_long_prompt_is_cut_to_one_line_where_it_is_a_title(
         (["--temperature", "-1"], "temperature is -1"),
         (["--kv-memory", "1MiB", "--num-blocks", "4"], "kv_memory and num_blocks both"),
         (["--dtype", "int3"], "unknown dtype"),
+        (["--device", "tpu"], "unknown device 'tpu': choose from auto, cpu, cuda"),
+        (["--device", "cuda:99"], "device is cuda:99"),
         (["--system", "Be brief."], "--system is for chats"),
         (["--num-blocks", "1", "--max-tokens", "200"], "prompt 1 needs"),
         (["--max-model-len", "9999"], "right only up to 512"),

@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 
 from models.tiny_engine import TinyEngine, greedy, tokens_of
 from models.tiny_models import VOCABULARY, tiny_model
+from pagedkv.engine import core
 from pagedkv.engine.beam_search import BeamSearchParams
 from pagedkv.engine.core import Request
+from pagedkv.engine.device import OutOfDeviceMemory
 from pagedkv.engine.device_sampling import choose_greedily
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.recording import Recorder
@@ -258,3 +260,63 @@ def test_the_device_chooses_the_token_that_the_host_chooses(
     assert is_finite.all()
     logits[0, 0], logits[-1, -1] = np.nan, np.inf
     assert not choose_greedily(torch.from_numpy(logits))[1][[0, -1]].any()
+
+
+class Scarce:
+    """A model on a device that has no memory left for the calls whose numbers are given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: set[int]) -> None:
+        self.calls = 0
+        self._real = model().logits
+        self._fails = fails
+        monkeypatch.setattr(model(), "logits", self)
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.calls += 1
+        logits = self._real(*arguments)  # it has written what it could
+        if self.calls in self._fails:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+        return logits
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("fails", [{1}, {2}, {3}, {2, 4}])
+def test_a_step_that_found_no_memory_is_computed_again(
+    fails: set[int], ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = engine(ahead=False).answers([prompt(i, 9) for i in range(3)], greedy(6))
+    scarce = Scarce(monkeypatch, fails)
+    running = engine(ahead=ahead, budget=13)
+    assert running.answers([prompt(i, 9) for i in range(3)], greedy(6)) == expected
+    assert scarce.calls > 4
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_finds_no_memory_twice_ends_its_own_and_the_engine_goes_on(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = engine(ahead=ahead, seats=1, budget=9)
+    fails, waits = running.add(prompt(1, 9), greedy(6)), running.add(prompt(2, 9), greedy(6))
+    Scarce(monkeypatch, {1, 2})
+    with pytest.raises(OutOfDeviceMemory, match="cpu has no memory left for a step of 9 tokens"):
+        running.step()
+    running.scheduler.verify()
+    assert fails.is_finished and not waits.is_finished
+    running.finish_all()
+    assert tokens_of(waits) == engine(ahead=False).answers([prompt(2, 9)], greedy(6))[0]
+
+
+def test_memory_that_runs_out_while_a_token_is_chosen_ends_the_step_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    running = engine(ahead=False)
+    request = running.add(prompt(1, 9), greedy(6))
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "on_host", full)
+        with pytest.raises(OutOfDeviceMemory):
+            running.step()
+    assert request.is_finished and running.is_idle
+    assert len(running.answers([prompt(1, 9)], greedy(6))[0]) == 6

@@ -15,8 +15,10 @@ from pagedkv.cli.model_options import (
     MEMORY,
     RECORD_HELP,
     BlockSize,
+    Device,
     Dtype,
     GGUFFile,
+    Graphs,
     KVMemory,
     MaxModelLen,
     MaxNumBatchedTokens,
@@ -42,7 +44,9 @@ def generate(
     ] = None,
     model: Model = "",
     gguf_file: GGUFFile = None,
+    device: Device = "auto",
     dtype: Dtype = "auto",
+    graphs: Graphs = True,
     prompts_file: Annotated[
         Path | None, typer.Option(help="A file with one prompt a line; - is standard input.")
     ] = None,
@@ -176,7 +180,9 @@ def generate(
     llm = LLM(
         model,
         gguf_file=gguf_file,
+        device=device,
         dtype=dtype,
+        graphs=graphs,
         kv_memory=kv_memory,
         num_blocks=num_blocks,
         num_tokens=num_tokens,

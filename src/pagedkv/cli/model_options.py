@@ -31,10 +31,21 @@ Dtype: TypeAlias = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+Device: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        help="auto, cpu, cuda or cuda:1; auto is a CUDA device where there is one.",
+        rich_help_panel=MODEL,
+    ),
+]
+Graphs: TypeAlias = Annotated[
+    bool,
+    typer.Option(help="On CUDA: replay decode steps as graphs.", rich_help_panel=MODEL),
+]
 KVMemory: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        help="Memory for keys and values, like 2GiB.  [default: 1GiB]",
+        help="Memory for keys and values, like 2GiB, or auto: all that is left.  [default: 1GiB]",
         rich_help_panel=MEMORY,
     ),
 ]

@@ -12,8 +12,10 @@ from pagedkv.cli.model_options import (
     MODEL,
     RECORD_HELP,
     BlockSize,
+    Device,
     Dtype,
     GGUFFile,
+    Graphs,
     KVMemory,
     MaxModelLen,
     MaxNumBatchedTokens,
@@ -31,7 +33,9 @@ _SERVER, _LIMITS = "Server", "Limits"
 def serve(
     model: Model = "",
     gguf_file: GGUFFile = None,
+    device: Device = "auto",
     dtype: Dtype = "auto",
+    graphs: Graphs = True,
     served_model_name: Annotated[
         str | None,
         typer.Option(
@@ -131,7 +135,9 @@ def serve(
         llm = LLM(
             model,
             gguf_file=gguf_file,
+            device=device,
             dtype=dtype,
+            graphs=graphs,
             kv_memory=kv_memory,
             num_blocks=num_blocks,
             num_tokens=num_tokens,

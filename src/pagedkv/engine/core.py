@@ -435,9 +435,7 @@ class Engine:
         if not len(step.batch.sequences):
             return
         try:
-            try:
-                self._compute(step)
-            except torch.OutOfMemoryError:
+            if not self._has_computed(step):
                 give_back_unused(self.model.device)
                 if step is not self._begun[0]:
                     step.is_postponed = True
@@ -446,6 +444,14 @@ class Engine:
         except BaseException as failure:
             step.failure = failure
         step.last = None
+
+    def _has_computed(self, step: BegunStep) -> bool:
+        """Whether there was memory for it; if not, nothing of the attempt is held any more."""
+        try:
+            self._compute(step)
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     def _compute(self, step: BegunStep) -> None:
         batch = step.batch

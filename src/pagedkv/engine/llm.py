@@ -10,14 +10,19 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
+import torch
+
 from pagedkv.engine.architectures import llama4_scale
 from pagedkv.engine.beam_request import BeamRequest
 from pagedkv.engine.beam_search import BeamSearchParams
 from pagedkv.engine.chat import chat_token_ids
 from pagedkv.engine.core import Engine, EngineStatistics, Request
 from pagedkv.engine.detokenizer import TokenTexts
-from pagedkv.engine.loading import ModelSource, check_fits, load_model, load_tokenizer
-from pagedkv.engine.memory_budget import MemoryBudget, check_sizes, format_bytes, plan_memory
+from pagedkv.engine.device import give_back_unused, parse_device
+from pagedkv.engine.graphs import CUDACapture
+from pagedkv.engine.loading import ModelSource, check_fits, load_model, load_tokenizer, moved
+from pagedkv.engine.measuring import measure_memory
+from pagedkv.engine.memory_budget import AUTO, MemoryBudget, check_sizes, format_bytes, plan_memory
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.outputs import BeamGeneration, Chunk, Generation
 from pagedkv.engine.recording import Recorder, check_is_new
@@ -39,7 +44,12 @@ class LLM:
     `model` is a hub id, a folder, or a GGUF file (also as a folder and `gguf_file`), or a model
     that is loaded already, which then belongs to this object. How much memory its keys and
     values get is one of `kv_memory` (bytes or text like `"2GiB"`; 1 GiB unless given),
-    `num_blocks` and `num_tokens`; it is taken from the system only as it is written to.
+    `num_blocks` and `num_tokens`; on a CPU it is taken from the system only as it is written to.
+    `kv_memory="auto"` is what the weights and the largest step leave.
+
+    `device` is "auto", "cpu", "cuda" or "cuda:1": a CUDA device where there is one. There decode
+    steps are replayed as `graphs`, and with `ahead` a step is scheduled while the one before runs:
+    on CUDA unless it is said otherwise, and not where the run is recorded. Neither changes a token.
 
     `max_model_len`: longest sequence, prompt and answer; the model's own maximum unless given.
     `max_num_seqs` and `max_num_batched_tokens` bound a step; longer prompts are computed in
@@ -59,6 +69,7 @@ class LLM:
         *,
         gguf_file: str | None = None,
         tokenizer: Any | None = None,
+        device: str = "auto",
         dtype: str = "auto",
         kv_memory: int | str | None = None,
         num_blocks: int | None = None,
@@ -70,6 +81,8 @@ class LLM:
         watermark: float = 0.01,
         prefix_caching: bool = True,
         pack_weights: bool = True,
+        graphs: bool = True,
+        ahead: bool | None = None,
         seed: int = 0,
         record: str | os.PathLike[str] | None = None,
         announce: Callable[[str], object] | None = None,
@@ -84,11 +97,19 @@ class LLM:
         )
         if record is not None:
             check_is_new(record)
-        loaded, tokenizer = _loaded(model, gguf_file, tokenizer, dtype)
+        loaded, tokenizer = _loaded(model, gguf_file, tokenizer, dtype, device)
         self.tokenizer = tokenizer
-        paged = PagedModel(loaded, pack_weights=pack_weights)
+        announce = announce or _silent
+        with _room_on(next(loaded.parameters()).device):
+            paged = PagedModel(loaded, pack_weights=pack_weights)
         self.max_model_len = _max_model_len(paged, max_model_len)
         _check_batch(paged, config)
+        if kv_memory == AUTO:
+            measured = measure_memory(
+                paged, config, block_size=block_size, max_model_len=self.max_model_len
+            )
+            announce(str(measured))
+            kv_memory = measured.kv_bytes
         self.budget: MemoryBudget = plan_memory(
             paged.shapes,
             dtype=paged.dtype,
@@ -98,14 +119,13 @@ class LLM:
             num_blocks=num_blocks,
             num_tokens=num_tokens,
         )
-        check_fits(self.budget.num_bytes, "the blocks")
-        if announce is not None:
-            announce(str(self.budget))
-            if paged.doubled_bytes:
-                announce(
-                    f"the output layer shares its weight with the embedding: packed for the CPU "
-                    f"it takes {format_bytes(paged.doubled_bytes)} more"
-                )
+        check_fits(self.budget.num_bytes, "the blocks", paged.device)
+        announce(str(self.budget))
+        if paged.doubled_bytes:
+            announce(
+                f"the output layer shares its weight with the embedding: packed for the CPU "
+                f"it takes {format_bytes(paged.doubled_bytes)} more"
+            )
         ends = paged.end_token_ids
         if not ends and tokenizer is not None and tokenizer.eos_token_id is not None:
             ends = frozenset([int(tokenizer.eos_token_id)])
@@ -125,18 +145,28 @@ class LLM:
                     "watermark": config.watermark,
                 },
             )
-        self._engine = Engine(
-            paged,
-            num_blocks=self.budget.num_blocks,
-            block_size=block_size,
-            max_model_len=self.max_model_len,
-            config=config,
-            prefix_caching=prefix_caching,
-            texts=None if tokenizer is None else TokenTexts(tokenizer),
-            end_token_ids=ends,
-            seed=seed,
-            recorder=self._recorder,
-        )
+        is_cuda = paged.device.type == "cuda"
+        if ahead is None:
+            ahead = is_cuda and record is None
+            if is_cuda and not ahead:
+                announce("the run is recorded, so no step is scheduled while another one runs")
+        with _room_on(paged.device):
+            self._engine = Engine(
+                paged,
+                num_blocks=self.budget.num_blocks,
+                block_size=block_size,
+                max_model_len=self.max_model_len,
+                config=config,
+                prefix_caching=prefix_caching,
+                texts=None if tokenizer is None else TokenTexts(tokenizer),
+                end_token_ids=ends,
+                seed=seed,
+                recorder=self._recorder,
+                ahead=ahead,
+                capture=CUDACapture(paged.device) if graphs and is_cuda else None,
+            )
+        if self._engine.graph_problem is not None:
+            announce(self._engine.graph_problem)
         self._driving = _Driving(self._engine)
 
     def generate(
@@ -537,14 +567,34 @@ class _Driving:
             raise
 
 
-def _loaded(model: Any, gguf_file: str | None, tokenizer: Any, dtype: str) -> tuple[Any, Any]:
+def _loaded(
+    model: Any, gguf_file: str | None, tokenizer: Any, dtype: str, device: str
+) -> tuple[Any, Any]:
     if isinstance(model, (str, os.PathLike)):
+        where = parse_device(device)
         source = ModelSource.parse(model, gguf_file)
-        loaded = load_model(source, dtype)
+        loaded = load_model(source, dtype, where)
         return loaded, load_tokenizer(source) if tokenizer is None else tokenizer
     if gguf_file is not None or dtype != "auto":
         raise InvalidInput("gguf_file and dtype are for models that are loaded here")
-    return model, tokenizer
+    return (model if device == "auto" else moved(model, parse_device(device))), tokenizer
+
+
+@contextlib.contextmanager
+def _room_on(device: torch.device) -> Iterator[None]:
+    """Within, one line says it where `device` has too little memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        give_back_unused(device)
+        raise InvalidInput(
+            f"{device} has no memory left beside the weights and the blocks: lower kv_memory, or "
+            "max_num_batched_tokens"
+        ) from None
+
+
+def _silent(line: str) -> None:
+    pass
 
 
 def _max_model_len(model: PagedModel, wanted: int | None) -> int:

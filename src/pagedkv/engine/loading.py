@@ -19,6 +19,7 @@ from transformers import (
 from transformers.utils import logging
 
 from pagedkv.engine.architectures import check_architecture
+from pagedkv.engine.device import check_dtype, free_bytes
 from pagedkv.engine.memory_budget import format_bytes
 from pagedkv.errors import InvalidInput
 
@@ -61,13 +62,14 @@ class ModelSource:
         return f"{self.name}/{self.gguf_file}" if self.gguf_file else self.name
 
 
-def load_model(source: ModelSource, dtype: str) -> Any:
-    """The model of `source` on the CPU, ready for inference.
+def load_model(source: ModelSource, dtype: str, device: torch.device | None = None) -> Any:
+    """The model of `source` on `device`, the CPU unless given, ready for inference.
 
     `dtype` "auto" is the checkpoint's own. Raises `InvalidInput` for a model that is not there,
     cannot be read, lacks weights, needs more memory than there is, or is of an architecture that
-    does not work.
+    does not work, and for a dtype that the device does not compute in.
     """
+    device = torch.device("cpu") if device is None else device
     if dtype != "auto" and dtype not in DTYPES:
         raise InvalidInput(f"unknown dtype {dtype!r}: choose from auto, {', '.join(DTYPES)}")
     arguments: dict[str, Any] = {"gguf_file": source.gguf_file} if source.gguf_file else {}
@@ -79,7 +81,11 @@ def load_model(source: ModelSource, dtype: str) -> Any:
             what = "no folder or file here, and no model that the hub gives"
         raise InvalidInput(f"{source} is {what}: {_line(problem)}") from None
     check_architecture(config)
-    check_memory(source, None if dtype == "auto" else DTYPES[dtype], config)
+    if dtype != "auto":
+        check_dtype(device, DTYPES[dtype])
+    # On its way to a device it is in the machine's memory.
+    for place in dict.fromkeys([torch.device("cpu"), device]):
+        check_memory(source, None if dtype == "auto" else DTYPES[dtype], config, place)
     try:
         with _quiet():
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -98,7 +104,19 @@ def load_model(source: ModelSource, dtype: str) -> Any:
         raise InvalidInput(
             f"{source} lacks weights that its config.json asks for: {missing[0]}{others}"
         )
-    return model.eval()
+    return moved(model.eval(), device)
+
+
+def moved(model: Any, device: torch.device) -> Any:
+    """`model` on `device`. Raises `InvalidInput` where that has no room, or not its dtype."""
+    check_dtype(device, next(model.parameters()).dtype)
+    try:
+        return model.to(device)
+    except torch.OutOfMemoryError:
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        raise InvalidInput(
+            f"the weights need {format_bytes(size)}, more than {device} has free"
+        ) from None
 
 
 def load_tokenizer(source: ModelSource) -> Any:
@@ -110,8 +128,10 @@ def load_tokenizer(source: ModelSource) -> Any:
         raise InvalidInput(f"{source} has no tokenizer: {_line(problem)}") from None
 
 
-def check_memory(source: ModelSource, dtype: torch.dtype | None, config: Any) -> None:
-    """Raise `InvalidInput` for a folder whose weights are more than the machine has free."""
+def check_memory(
+    source: ModelSource, dtype: torch.dtype | None, config: Any, device: torch.device
+) -> None:
+    """Raise `InvalidInput` for a folder whose weights are more than `device` has free."""
     folder = Path(source.name)
     if not folder.is_dir() or source.gguf_file:
         return
@@ -119,31 +139,20 @@ def check_memory(source: ModelSource, dtype: torch.dtype | None, config: Any) ->
     stored = getattr(config, "dtype", None)
     if dtype is not None and isinstance(stored, torch.dtype):
         size = size * dtype.itemsize // stored.itemsize
-    check_fits(size, f"the weights of {source}")
+    check_fits(size, f"the weights of {source}", device)
 
 
-def check_fits(size: int, what: str) -> None:
-    """Raise `InvalidInput` if `size` bytes are more than the machine has free, where that is known.
+def check_fits(size: int, what: str, device: torch.device) -> None:
+    """Raise `InvalidInput` if `size` bytes are more than `device` has free, where that is known.
 
     `what` is what they are for.
     """
-    available = _available_bytes()
+    available = free_bytes(device)
     if available is not None and size > available:
+        where = "the machine" if device.type == "cpu" else str(device)
         raise InvalidInput(
-            f"{what} need {format_bytes(size)}, the machine has {format_bytes(available)} free"
+            f"{what} need {format_bytes(size)}, {where} has {format_bytes(available)} free"
         )
-
-
-def _available_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) * 1024
-    return None
 
 
 @contextmanager

@@ -12,6 +12,9 @@ from pagedkv.memory.block_table import blocks_for
 
 DEFAULT_KV_MEMORY = "1GiB"
 
+AUTO = "auto"
+"""As much as is left: measured, see `measuring`."""
+
 _UNITS = {
     "": 1,
     "B": 1,
@@ -111,7 +114,7 @@ def check_sizes(
             raise InvalidInput(f"{name} is {value!r}: give at least 1")
     if block_size < 1:
         raise InvalidInput(f"block_size is {block_size}: give at least 1")
-    if kv_memory is not None:
+    if kv_memory is not None and kv_memory != AUTO:
         parse_bytes(kv_memory)
 
 
@@ -123,7 +126,7 @@ def parse_bytes(size: int | str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
     if match is None or match[2].upper() not in _UNITS:
-        raise InvalidInput(f"kv_memory {size!r} is no size: write it like 2GiB")
+        raise InvalidInput(f"kv_memory {size!r} is no size: write it like 2GiB, or auto")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
