@@ -213,5 +213,5 @@ def test_a_query_changes_nothing_of_the_page(server: StillServer) -> None:
 
 
 def test_the_colours_are_those_of_the_simulators_report(server: StillServer) -> None:
-    palette = httpx.get(f"{server.url}/memory/palette.css").text
-    assert "--cached: #009E73" in palette and "--shared: #CC79A7" in palette
+    base = httpx.get(f"{server.url}/memory/base.css").text
+    assert "--cached: #009E73" in base and "--shared: #CC79A7" in base

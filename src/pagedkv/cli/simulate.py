@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from json import dumps
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -357,9 +360,10 @@ def simulate(
             else:
                 result = run_simulation(given, typed, _command(context), bars)
         bars.wait("writing")
-        _write(result, report_path, json)
+        forms = _forms_of(result)
+        _write(forms, report_path, json)
     # Only now, so that a reader who closes the pipe early has the files all the same.
-    _print(result, report_path, json, console)
+    _print(forms, report_path, json, console)
 
 
 def _report_path(report: str, no_report: bool, typed: dict[str, str]) -> str | None:
@@ -378,63 +382,64 @@ def _command(context: typer.Context) -> str:
     return shlex.join(["pagedkv", *words])
 
 
-def _write(result: SimulationResult | WhatIfResult, report: str | None, json: str | None) -> None:
+@dataclass(frozen=True)
+class _Forms:
+    """What can be made of a result, of a simulation as of a what-if."""
+
+    as_json: Callable[[], dict[str, Any]]
+    write_json: Callable[[str], None]
+    write_report: Callable[[str], None]
+    print_tables: Callable[[Console], None]
+
+
+def _forms_of(result: SimulationResult | WhatIfResult) -> _Forms:
     from pagedkv.simulate.report import write_report
-    from pagedkv.simulate.result_json import write_json
+    from pagedkv.simulate.result_json import as_json, write_json
     from pagedkv.simulate.results import WhatIfResult
-    from pagedkv.simulate.what_if_json import write_what_if_json
+    from pagedkv.simulate.table import print_paper_comparison, print_result
+    from pagedkv.simulate.what_if_json import what_if_as_json, write_what_if_json
     from pagedkv.simulate.what_if_report import write_what_if_report
+    from pagedkv.simulate.what_if_table import print_what_if
 
-    file = None if json == STANDARD_OUTPUT else json
     if isinstance(result, WhatIfResult):
-        if file is not None:
-            write_what_if_json(result, file)
-        if report is not None:
-            write_what_if_report(result, report)
-    else:
-        if file is not None:
-            write_json(result, file)
-        if report is not None:
-            write_report(result, report)
+        return _Forms(
+            partial(what_if_as_json, result),
+            partial(write_what_if_json, result),
+            partial(write_what_if_report, result),
+            partial(print_what_if, result),
+        )
+
+    def print_tables(console: Console) -> None:
+        print_result(result, console)
+        if result.comparison:
+            console.print()
+            print_paper_comparison(result.comparison, console)
+
+    return _Forms(
+        partial(as_json, result),
+        partial(write_json, result),
+        partial(write_report, result),
+        print_tables,
+    )
 
 
-def _print(
-    result: SimulationResult | WhatIfResult,
-    report: str | None,
-    json: str | None,
-    console: Console,
-) -> None:
+def _write(forms: _Forms, report: str | None, json: str | None) -> None:
+    if json is not None and json != STANDARD_OUTPUT:
+        forms.write_json(json)
+    if report is not None:
+        forms.write_report(report)
+
+
+def _print(forms: _Forms, report: str | None, json: str | None, console: Console) -> None:
     from rich.text import Text
 
     written = console
     if json == STANDARD_OUTPUT:
-        print(dumps(_as_json(result), allow_nan=False))
+        print(dumps(forms.as_json(), allow_nan=False))
         written = type(console)(stderr=True, color_system=None)
     else:
-        _print_tables(result, console)
+        forms.print_tables(console)
         if json is not None:
             console.print(Text(f"Wrote {json}"))
     if report is not None:
         written.print(Text(f"Wrote {report}: open it in a browser"))
-
-
-def _as_json(result: SimulationResult | WhatIfResult) -> dict[str, Any]:
-    from pagedkv.simulate.result_json import as_json
-    from pagedkv.simulate.results import WhatIfResult
-    from pagedkv.simulate.what_if_json import what_if_as_json
-
-    return what_if_as_json(result) if isinstance(result, WhatIfResult) else as_json(result)
-
-
-def _print_tables(result: SimulationResult | WhatIfResult, console: Console) -> None:
-    from pagedkv.simulate import table
-    from pagedkv.simulate.results import WhatIfResult
-    from pagedkv.simulate.what_if_table import print_what_if
-
-    if isinstance(result, WhatIfResult):
-        print_what_if(result, console)
-        return
-    table.print_result(result, console)
-    if result.comparison:
-        console.print()
-        table.print_paper_comparison(result.comparison, console)

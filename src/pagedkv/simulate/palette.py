@@ -9,6 +9,7 @@ no colour at all: a pipe, a monochrome terminal, a printed page.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import resources
 
 
 @dataclass(frozen=True)
@@ -44,3 +45,19 @@ STYLES: dict[str, KindStyle] = {
 
 SHARED = KindStyle("shared", "Token states, shared", "#CC79A7", "#CC79A7", "#CC79A7", "◆", "s")
 """Token states that several sequences use at once: a mark on the memory map, not a kind."""
+
+
+def base_stylesheet(prefix: str = "") -> str:
+    """What every page of ours begins with, as CSS: its colours, light and dark, and its type.
+
+    The colour of a kind is a variable by its key, `--cached`, or with `prefix` before the key.
+    """
+    kinds = (*STYLES.values(), SHARED)
+    light = " ".join(f"--{prefix}{kind.key}: {kind.light};" for kind in kinds)
+    dark = " ".join(f"--{prefix}{kind.key}: {kind.dark};" for kind in kinds)
+    assets = resources.files("pagedkv.simulate") / "report_assets"
+    return (
+        (assets / "base.css").read_text("utf-8")
+        + f":root {{ {light} }}\n"
+        + f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+    )

@@ -18,7 +18,7 @@ from importlib import resources
 from typing import TypeAlias
 
 from pagedkv.simulate.metrics import GROUP_NOTES, Definition, definitions_by_group
-from pagedkv.simulate.palette import SHARED, STYLES
+from pagedkv.simulate.palette import base_stylesheet
 from pagedkv.simulate.report_figures import DASHES, Figure, scheme_colour
 
 _SVG_DASHES = {"solid": "", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3"}
@@ -162,11 +162,7 @@ def _setting(value: Setting) -> str:
 
 
 def _stylesheet() -> str:
-    styles = (*STYLES.values(), SHARED)
-    light = " ".join(f"--kind-{style.key}: {style.light};" for style in styles)
-    dark = " ".join(f"--kind-{style.key}: {style.dark};" for style in styles)
-    sheet = _asset("report.css")
-    return sheet.replace("KIND_COLOURS_LIGHT", light).replace("KIND_COLOURS_DARK", dark)
+    return base_stylesheet("kind-") + _asset("report.css")
 
 
 def _asset(name: str) -> str:

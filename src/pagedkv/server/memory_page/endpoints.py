@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from pagedkv.server.memory_page.watch import MemoryWatch
 from pagedkv.server.serving import Serving
-from pagedkv.simulate.palette import SHARED, STYLES
+from pagedkv.simulate.palette import base_stylesheet
 
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -36,21 +36,13 @@ _HEADERS = {
 
 def _files() -> dict[str, tuple[bytes, str]]:
     """Content and type of each file of the page, by its path on the server."""
-    found = {"/memory/palette.css": (_palette().encode(), _TYPES[".css"])}
+    found = {"/memory/base.css": (base_stylesheet().encode(), _TYPES[".css"])}
     for asset in resources.files("pagedkv.server.memory_page").joinpath("assets").iterdir():
         ending = asset.name[asset.name.rfind(".") :]
         if ending in _TYPES:
             path = "/memory" if asset.name == "index.html" else f"/memory/{asset.name}"
             found[path] = (asset.read_bytes(), _TYPES[ending])
     return found
-
-
-def _palette() -> str:
-    """The colours of the kinds of memory, those of the simulator's report."""
-    kinds = [*STYLES.values(), SHARED]
-    light = "".join(f"--{kind.key}: {kind.light};" for kind in kinds)
-    dark = "".join(f"--{kind.key}: {kind.dark};" for kind in kinds)
-    return f":root {{{light}}}\n@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}\n"
 
 
 FILES = _files()
