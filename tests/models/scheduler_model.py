@@ -1,7 +1,8 @@
 """The scheduler without prefix caching, slow and obvious: lists and sets, nothing carried along.
 
 The rules are those of the docstring of `pagedkv.scheduling.scheduler`. A block is a number that
-has never been used before; how many are free is counted anew each time.
+has never been used before; how many are free is counted anew each time. What a running step
+computes counts as computed from `anticipate` on: what it is, this model does not know anyway.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ class SchedulerModel:
                     break
                 self.compute(s, num_new)
 
-        assert self.planned or not self.running, "somebody runs, but nothing moves"
+        moves = self.planned or all(s.uncomputed == 0 for s in self.running)
+        assert moves, "somebody runs, but nothing moves"
         assert sum(s.computed > 0 and s.uncomputed > 1 for s in self.running) <= 1
         while self.waiting and not self.preempted and self.left > 0:
             if not self.admit(self.waiting[0]):
@@ -134,6 +136,42 @@ class SchedulerModel:
         s.blocks = []
         self.waiting.insert(0, s)
 
+    def has_room_ahead(self) -> bool:
+        """Whether all that need one token have room for it without anybody giving way."""
+        return sum(self.blocks_wanted(s, 1) for s in self.running if s.uncomputed == 1) <= (
+            self.num_free()
+        )
+
+    def anticipate(self) -> None:
+        """Count what the running step brings, last tokens excepted."""
+        self.coming = []
+        self.came = []
+        for number, num_new in self.planned.items():
+            s = self.sequences[number]
+            s.computed += num_new
+            if s.uncomputed == 0 and s.tokens + 1 < s.total:
+                self.coming.append(number)
+                self.came += self.count_token(s)
+        self.last = [n for n in self.planned if self.sequences[n].uncomputed == 0]
+
+    def conclude(self) -> tuple[list[int], list[int]]:
+        """`commit` of a step that was anticipated: now its last tokens are there too."""
+        forked = list(self.came)
+        for number in self.last:
+            forked += self.count_token(self.sequences[number])
+        return sorted(self.coming + self.last), forked
+
+    def count_token(self, s: ModelSequence) -> list[int]:
+        """`s` has one more; returns those that fork from it."""
+        followers = self.sequences[s.number + 1 : s.number + 1 + s.followers_to_come]
+        for f in followers:
+            f.tokens = f.prompt + 1
+            f.computed = s.computed
+            f.blocks = list(s.blocks)
+            self.running.append(f)
+        s.tokens += 1
+        return [f.number for f in followers]
+
     def commit(self) -> tuple[list[int], list[int]]:
         """Who has a new token, and who began by forking."""
         sampled, forked = [], []
@@ -142,13 +180,7 @@ class SchedulerModel:
             s.computed += num_new
             if s.uncomputed == 0:
                 sampled.append(number)
-                for f in self.sequences[number + 1 : number + 1 + s.followers_to_come]:
-                    f.tokens = f.prompt + 1
-                    f.computed = s.computed
-                    f.blocks = list(s.blocks)
-                    self.running.append(f)
-                    forked.append(f.number)
-                s.tokens += 1
+                forked += self.count_token(s)
         return sampled, forked
 
     def drop_done(self) -> list[int]:
