@@ -31,6 +31,7 @@ from pagedkv.engine.device import (
     ForwardTime,
     OutOfDeviceMemory,
     Read,
+    current,
     give_back_unused,
     on_host,
 )
@@ -249,6 +250,8 @@ class Engine:
         self._clock = clock
         self._start_s = clock()
         self._ahead = ahead
+        # On a CPU the sampler of the host is the faster one.
+        self._chooses_on_device = ahead or model.device.type == "cuda"
         self._begun: deque[BegunStep] = deque()  # in the order in which they will be concluded
         self._samples: dict[int, _Sample] = {}  # by sequence
         self._beams: dict[int, BeamRequest] = {}  # by sequence
@@ -398,6 +401,10 @@ class Engine:
         If the model or the choice of a token fails, the requests of this step are cancelled, the
         others can go on, and the error is raised.
         """
+        with current(self.model.device):  # that of a thread, and any thread may call
+            self._step()
+
+    def _step(self) -> None:
         self._step_start_s = self._clock()
         self.last_step = None
         self._record_progress(self._step_start_s - self._start_s)
@@ -472,7 +479,7 @@ class Engine:
         step.all_logits = step.logits = logits
         if len(inverse) != len(step.rows) or (inverse[1:] <= inverse[:-1]).any():
             step.logits = logits[inverse]
-        if self._ahead and self._can_choose_on_device(batch):
+        if self._chooses_on_device and self._can_choose_on_device(batch):
             step.said, is_finite = choose_greedily(step.logits)
             step.read = Read(torch.stack([step.said, is_finite.long()]))
 

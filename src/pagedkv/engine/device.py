@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,6 +77,11 @@ def give_back_unused(device: torch.device) -> None:
     """Let the device have memory again that torch has kept from tensors that are gone."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Within, what names no device means this one: streams, events and graphs."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def uploaded(arrays: list[NDArray[np.int64]], device: torch.device) -> list[torch.Tensor]:

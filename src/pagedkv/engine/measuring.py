@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -151,6 +152,7 @@ def _with_largest_step(
             "beside the weights: lower max_num_batched_tokens"
         ) from None
     del storage
+    gc.collect()  # it knows objects that know it
     reserved = max(int(RESERVED_SHARE * meter.total_bytes()), LEAST_RESERVED_BYTES)
     return MeasuredMemory(
         str(model.device), meter.free_bytes(), max(taken, 0), num_tokens, reserved
