@@ -224,6 +224,14 @@ def test_scores_so_low_that_none_alone_would_be_more_than_nothing(new: int) -> N
         assert relative_error(found, expected) < 1e-2
 
 
+@pytest.mark.parametrize("loud", [slice(0, 50), slice(1030, 1100)])
+def test_parts_of_a_context_whose_scores_are_far_apart(loud: slice) -> None:
+    batch = paged_batch(np.random.default_rng(6), [(1100, 1)])
+    batch.k[0][loud] *= 200
+    batch.storage.write(1, batch.k[0], batch.v[0], slots_of(batch.block_tables[0], 0, 1100, 16))
+    assert relative_error(batch.attend(), batch.expected()) < 1e-2
+
+
 @pytest.mark.parametrize("some", [{"window": 130}, {"window": 300}, {"chunk": 130}, {"chunk": 300}])
 def test_windows_and_chunks_longer_than_what_is_read_at_once(some: dict[str, int]) -> None:
     batch = paged_batch(np.random.default_rng(6), [(400, 150), (260, 1), (301, 301)], block_size=7)
