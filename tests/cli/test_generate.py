@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +106,50 @@ def test_a_long_prompt_is_cut_to_one_line_where_it_is_a_title(
     titles = [line for line in capsys.readouterr().out.splitlines() if line.startswith("── ")]
     assert titles == ["── one line", "── many words many words many…"]
     assert len(titles[1]) == 30
+
+
+def in_a_process(folder: Path, prompts: Path, *more: str) -> subprocess.Popen[bytes]:
+    """`pagedkv generate`, one prompt after the other, for longer than a test may take."""
+    prompts.write_text("".join(f"prompt {i}\n" for i in range(2000)))
+    arguments = ["--model", folder, "--prompts-file", prompts, "--max-tokens", "400"]
+    sizes = ["--num-blocks", "40", "--max-num-seqs", "1", "--quiet"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "pagedkv", "generate", *arguments, *sizes, *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A suite that runs in the background may ignore the signal, and its children with it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def test_ctrl_c_in_the_middle_of_an_answer_keeps_what_was_said_and_is_status_130(
+    folder: Path, tmp_path: Path
+) -> None:
+    record = ["--record", str(tmp_path / "run.jsonl")]
+    with in_a_process(folder, tmp_path / "prompts", *record) as process:
+        assert process.stdout is not None
+        title = process.stdout.readline()
+        first = process.stdout.read(1)  # a character of the answer that is being written
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate()
+    assert process.returncode == 130
+    assert title == "── prompt 0\n".encode()
+    assert first and b"prompt 1999" not in rest
+    assert err.strip() == b""
+    # All were cancelled, which is when their blocks came back, and the recording knows of it.
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    ended = [line for line in lines if "prompt_tokens" in line]
+    assert {line["request"] for line in ended} == set(range(2000))
+    assert sum("cancelled_step" in line for line in ended) > 1000
+
+
+def test_a_reader_that_has_enough_ends_it_quietly(folder: Path, tmp_path: Path) -> None:
+    with in_a_process(folder, tmp_path / "prompts") as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "── prompt 0\n".encode()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,8 @@ class _InOrder:
 
     def add(self, prompt: int, chunk: Chunk) -> None:
         self._texts[prompt][chunk.sample] += chunk.text
-        self._ended[prompt][chunk.sample] = chunk.finish_reason is not None
+        # An interrupt aborts all: what was shown stays as it is, and nobody else has a turn.
+        self._ended[prompt][chunk.sample] = chunk.finish_reason not in (None, "abort")
         while self._turn[0] < len(self._prompts):
             place, sample = self._turn
             text = self._texts[place][sample]
