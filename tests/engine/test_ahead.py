@@ -23,10 +23,9 @@ from pagedkv.engine import core
 from pagedkv.engine.beam_search import BeamSearchParams
 from pagedkv.engine.core import Request
 from pagedkv.engine.device import OutOfDeviceMemory
-from pagedkv.engine.device_sampling import choose_greedily
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.recording import Recorder
-from pagedkv.engine.sampling import NotFinite, SamplerState, sample
+from pagedkv.engine.sampling import NotFinite
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.errors import InvalidInput
 
@@ -244,22 +243,6 @@ def test_a_recorded_run_is_not_scheduled_ahead(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="record without ahead"):
         engine(recorder=recorder)
     recorder.close()
-
-
-@given(st.integers(0, 2**32), st.integers(1, 9), st.sampled_from([5, 64, 513]))
-def test_the_device_chooses_the_token_that_the_host_chooses(
-    seed: int, rows: int, vocabulary: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    logits = rng.integers(-3, 3, (rows, vocabulary)).astype(np.float32)  # many are equal
-    logits[rng.random(logits.shape) < 0.2] = -np.inf
-    logits[:, rng.integers(vocabulary)] = 2
-    states = [SamplerState(SamplingParams(temperature=0), seed=0) for _ in range(rows)]
-    token_ids, is_finite = choose_greedily(torch.from_numpy(logits))
-    assert token_ids.tolist() == sample(logits, states).token_ids.tolist()
-    assert is_finite.all()
-    logits[0, 0], logits[-1, -1] = np.nan, np.inf
-    assert not choose_greedily(torch.from_numpy(logits))[1][[0, -1]].any()
 
 
 class Scarce:

@@ -35,7 +35,7 @@ from pagedkv.engine.device import (
     give_back_unused,
     on_host,
 )
-from pagedkv.engine.device_sampling import choose_greedily, chooses_on_device
+from pagedkv.engine.device_sampling import choose_greedily, chooses_on_device, sample_on_device
 from pagedkv.engine.graphs import Capture, DecodeGraphs, ladder
 from pagedkv.engine.logprobs import TokenLogprob, log_probabilities, prompt_logprobs
 from pagedkv.engine.model import PagedModel
@@ -568,7 +568,11 @@ class Engine:
             return token_ids, ()
         if step.said is None or step.read is None:
             own = step.logits if len(members) == len(token_ids) else step.logits[places]
-            sampled = sample(on_host(own).numpy(), [s.state for s in members])
+            states = [s.state for s in members]
+            if self._chooses_on_device:
+                sampled = sample_on_device(own, states)
+            else:
+                sampled = sample(on_host(own).numpy(), states)
             token_ids[places] = sampled.token_ids
             return token_ids, sampled.logprobs
         said, is_finite = step.read.numpy()

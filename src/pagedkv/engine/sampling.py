@@ -34,7 +34,7 @@ from pagedkv.errors import PagedKVError
 Ids: TypeAlias = NDArray[np.int64]
 Numbers: TypeAlias = NDArray[np.float64]
 
-_CANDIDATES = 256
+CANDIDATES = 256
 """Filtered rows are settled among this many largest logits, or else among all of them."""
 
 _COLDEST, _HOTTEST = 1e-30, 1e30  # so that 0 / T is 0, and -inf / T is -inf, in float32
@@ -208,7 +208,7 @@ def _penalise(logits: Logits, states: Sequence[SamplerState], penalised: list[in
 # Drawing ------------------------------------------------------------------------------------------
 
 
-class _Draws(NamedTuple):
+class Draws(NamedTuple):
     """What r rows are drawn by, each [r]."""
 
     temperature: Numbers
@@ -221,8 +221,12 @@ class _Draws(NamedTuple):
     largest: NDArray[np.float32]
     """The largest logit of each."""
 
-    def of(self, rows: Ids) -> _Draws:
-        return _Draws(
+    def are_by_rank(self, vocabulary: int) -> NDArray[np.bool_]:
+        """[r]: whether tokens are left out by their rank: by top-k or top-p."""
+        return (self.top_k < vocabulary) | (self.top_p < 1)
+
+    def of(self, rows: Ids) -> Draws:
+        return Draws(
             temperature=self.temperature[rows],
             top_p=self.top_p[rows],
             top_k=self.top_k[rows],
@@ -232,11 +236,12 @@ class _Draws(NamedTuple):
         )
 
 
-def _draw(logits: Logits, largest: NDArray[np.float32], states: Sequence[SamplerState]) -> Ids:
-    """Draw a token for each row of logits [r, vocabulary]; largest [r]: their largest."""
-    vocabulary = logits.shape[1]
+def draws_of(
+    states: Sequence[SamplerState], largest: NDArray[np.float32], vocabulary: int
+) -> Draws:
+    """What the next token of each is drawn by; `largest` [r]: the largest logit of each."""
     params = [state.params for state in states]
-    draws = _Draws(
+    return Draws(
         temperature=np.array([min(max(p.temperature, _COLDEST), _HOTTEST) for p in params]),
         top_p=np.array([p.top_p for p in params]),
         top_k=np.array([p.top_k if 0 < p.top_k < vocabulary else vocabulary for p in params]),
@@ -248,8 +253,14 @@ def _draw(logits: Logits, largest: NDArray[np.float32], states: Sequence[Sampler
         ),
         largest=largest,
     )
+
+
+def _draw(logits: Logits, largest: NDArray[np.float32], states: Sequence[SamplerState]) -> Ids:
+    """Draw a token for each row of logits [r, vocabulary]; largest [r]: their largest."""
+    vocabulary = logits.shape[1]
+    draws = draws_of(states, largest, vocabulary)
     token_ids = np.empty(len(states), dtype=np.int64)
-    by_rank = (draws.top_k < vocabulary) | (draws.top_p < 1)
+    by_rank = draws.are_by_rank(vocabulary)
     rows = np.flatnonzero(~by_rank)
     if len(rows):
         token_ids[rows] = _draw_from_all(_rows(logits, rows), draws.of(rows))
@@ -259,7 +270,7 @@ def _draw(logits: Logits, largest: NDArray[np.float32], states: Sequence[Sampler
     return token_ids
 
 
-def _draw_from_all(logits: Logits, draws: _Draws) -> Ids:
+def _draw_from_all(logits: Logits, draws: Draws) -> Ids:
     """One token of each row [r], of all tokens that min-p leaves.
 
     The number drawn picks a block by the blocks' weights, then a token inside it, so that no
@@ -275,7 +286,7 @@ def _draw_from_all(logits: Logits, draws: _Draws) -> Ids:
     return place * blocks.shape[2] + block
 
 
-def _draw_by_rank(logits: Logits, draws: _Draws) -> Ids:
+def _draw_by_rank(logits: Logits, draws: Draws) -> Ids:
     """One token of each row [r] after top-k, top-p and min-p."""
     vocabulary = logits.shape[1]
     masses = np.zeros(len(logits))
@@ -285,12 +296,12 @@ def _draw_by_rank(logits: Logits, draws: _Draws) -> Ids:
             _rows(logits, rows), draws.largest[rows], draws.temperature[rows]
         )
         masses[rows] = total_weights(weights)
-    values = largest_values(logits, _CANDIDATES)
-    value, nth, settled = _draw_value(values, draws, masses, vocabulary)
+    values = largest_values(logits, CANDIDATES)
+    value, nth, settled = draw_value(values, draws, masses, vocabulary)
     rest = np.flatnonzero(~settled)
     if len(rest):
         values = largest_values(logits[rest], vocabulary)
-        value[rest], nth[rest], _ = _draw_value(values, draws.of(rest), masses[rest], vocabulary)
+        value[rest], nth[rest], _ = draw_value(values, draws.of(rest), masses[rest], vocabulary)
     equal = logits == value[:, None]
     token_ids: Ids = equal.argmax(1)
     for row in np.flatnonzero(nth):
@@ -298,8 +309,8 @@ def _draw_by_rank(logits: Logits, draws: _Draws) -> Ids:
     return token_ids
 
 
-def _draw_value(
-    values: Logits, draws: _Draws, masses: Numbers, vocabulary: int
+def draw_value(
+    values: Logits, draws: Draws, masses: Numbers, vocabulary: int
 ) -> tuple[NDArray[np.float32], Ids, NDArray[np.bool_]]:
     """Draw among the largest logits [r, k] of each row, largest first.
 
