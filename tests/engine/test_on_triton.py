@@ -4,6 +4,7 @@ on a GPU where there is one."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ pytest.importorskip("torch", reason="needs the extra [engine]")
 pytest.importorskip("transformers", reason="needs the extra [engine]")
 pytest.importorskip("triton", reason="triton is not installed")
 
+import torch
+
 from models.gpu_batch import DEVICE
 from models.tiny_engine import TinyEngine, greedy
 from models.tiny_models import VOCABULARY, tiny_model
+from pagedkv.engine.graphs import CUDACapture
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.sampling_params import SamplingParams
 
@@ -28,20 +32,41 @@ def prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(3, VOCABULARY), k=length)
 
 
-PROMPTS = [prompt(1, 9), prompt(1, 9)[:6] + prompt(2, 7), prompt(3, 2)]
+PROMPTS = [prompt(1, 9), prompt(1, 9)[:6] + prompt(2, 4), prompt(3, 2)]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss", "qwen3"])
+def again(compute: Callable[[], None]) -> Callable[[], None]:
+    """Captures a step as a graph does, by computing it anew on the same buffers."""
+    compute()
+    return compute
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ahead", "graphs"),
+    [
+        *(("llama", ahead, graphs) for ahead in (False, True) for graphs in (False, True)),
+        ("gemma2", True, True),
+        ("gpt_oss", True, True),
+        ("qwen3", False, True),
+        ("phi3", True, False),
+        ("deepseek_v3", True, True),
+    ],
+)
 def test_an_architecture_says_on_the_device_what_it_says_on_the_cpu(
-    model_type: str, ahead: bool
+    model_type: str, ahead: bool, graphs: bool
 ) -> None:
-    changes = {"num_hidden_layers": 2}
+    changes: dict[str, Any] = {"num_hidden_layers": 2}
     if model_type in ("gemma2", "gpt_oss", "qwen3"):
         changes |= {"layer_types": ["sliding_attention", "full_attention"]}
-    expected = TinyEngine(tiny_model(model_type, **changes), 40).answers(PROMPTS, greedy(6))
-    running = TinyEngine(on_device(model_type, **changes), 7, budget=9, seats=3, ahead=ahead)
-    assert running.answers(PROMPTS, greedy(6)) == expected
+    expected = TinyEngine(tiny_model(model_type, **changes), 40).answers(PROMPTS, greedy(5))
+    capture = None
+    if graphs:
+        capture = again if DEVICE == "cpu" else CUDACapture(torch.device(DEVICE, 0))
+    running = TinyEngine(
+        on_device(model_type, **changes), 7, budget=9, seats=3, ahead=ahead, capture=capture
+    )
+    assert running.graph_problem is None
+    assert running.answers(PROMPTS, greedy(5)) == expected
     assert running.scheduler.statistics().used_blocks == 0
 
 
