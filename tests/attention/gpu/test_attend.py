@@ -16,6 +16,7 @@ from models.attention_model import relative_error, slots_of
 from models.gpu_batch import DEVICE, gpu_batch, put
 from pagedkv.attention import KVStorage, LayerShape, reference_attend
 from pagedkv.attention.gpu import GPUStorage
+from pagedkv.attention.gpu import storage as storage_module
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 
@@ -97,6 +98,12 @@ def test_a_long_context_among_short_ones_is_cut_and_put_together() -> None:
         assert relative_error(out.float().cpu().numpy(), batch.expected(**some)) < 1e-2
     for kind in plan._cuts:
         assert len(plan.cut(kind).launches[0].entries)
+
+
+def test_more_parts_than_are_put_together_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage_module, "_COMBINED_PARTS", 2)
+    batch = gpu_batch(np.random.default_rng(3), [(900, 1)], shape=LayerShape(1, 16, 16))
+    assert relative_error(batch.attend(), batch.expected()) < TOLERANCE["float32"]
 
 
 def test_a_chunk_over_a_long_context_is_cut_too() -> None:

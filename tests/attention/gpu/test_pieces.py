@@ -66,7 +66,11 @@ def check_cover(cut: Cut, of: LayerKind, lengths: Any, starts: Any, *, padding: 
             sequence = token_of[token]
             assert table == tables[sequence]
             assert before == lengths[sequence] - (starts[sequence + 1] - starts[sequence])
-            assert 0 <= first < stop <= lengths[sequence]
+            # Nothing is read that no row of the piece sees.
+            earliest = before + first_row // of.heads_each
+            latest = before + (first_row + num_rows - 1) // of.heads_each
+            assert first_attended(earliest, of.window or None, of.chunk or None) <= first < stop
+            assert stop <= latest + 1
             for row in range(first_row, first_row + num_rows):
                 own_place = place + row - first_row if place >= 0 else -1
                 seen.setdefault((sequence, row), []).append((first, stop, own_place))
@@ -145,6 +149,35 @@ def test_a_fixed_plan_holds_whatever_it_was_made_for(data: st.DataObject) -> Non
         check_cover(plan.cut(of), of, lengths, list(range(len(lengths) + 1)), padding=padding)
     assert addresses == [launch.pieces.data_ptr() for launch in plan.cut(of).launches]
     assert sizes == [(len(launch.pieces), len(launch.entries)) for launch in plan.cut(of).launches]
+
+
+@given(
+    lengths=st.lists(LENGTHS, min_size=1, max_size=30),
+    heads=st.sampled_from([1, 8]),
+    num_programs=st.sampled_from([8, 396]),
+    most_extra=st.integers(0, 40),
+)
+def test_cutting_adds_no_more_pieces_than_it_may(
+    lengths: list[int], heads: int, num_programs: int, most_extra: int
+) -> None:
+    made, entries, places = pieces.cut(
+        np.array(lengths, np.int64), np.arange(len(lengths) + 1), BLOCK_SIZE, heads, 4, 0, 0, 0,
+        -16, 64, num_programs, most_extra,
+    )  # fmt: skip
+    assert len(lengths) <= len(made) <= len(lengths) + most_extra
+    assert len(entries) <= 4 * most_extra
+    assert places <= 4 * 2 * most_extra
+
+
+def test_a_fixed_plan_has_room_for_the_parts_of_all_that_can_be_cut() -> None:
+    """14 sequences for 12 programs: each in two halves, which 3 rounds of programs compute."""
+    of = kind(num_kv_heads=1)
+    lengths = np.full(14, 30_000)
+    plan = DecodePlan(14, 1875, machine=machine(4), kinds=[of])
+    plan.update(tables_for(lengths), lengths)
+    check_cover(plan.cut(of), of, lengths.tolist(), list(range(15)))
+    (launch,) = plan.cut(of).launches
+    assert int((launch.pieces[:, pieces.PLACE] >= 0).sum()) >= 24
 
 
 def test_one_long_sequence_among_many_short_is_spread_over_the_device() -> None:

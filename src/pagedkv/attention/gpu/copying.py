@@ -10,18 +10,18 @@ import triton.language as tl
 
 @triton.jit
 def copy_pages(
-    words,  # int32, the whole storage
+    storage,
     pairs,  # int64 [n, 2]: from, to
-    page_words,
-    WORDS: tl.constexpr,
+    page_numbers,
+    NUMBERS: tl.constexpr,
 ):
-    """`WORDS` words, the `program_id(1)`th so many, of pair `program_id(0)`."""
+    """`NUMBERS` numbers, the `program_id(1)`th so many, of pair `program_id(0)`."""
     pair = pairs + tl.program_id(0) * 2
-    source = tl.load(pair) * page_words
-    target = tl.load(pair + 1) * page_words
-    at = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
-    inside = at < page_words
-    tl.store(words + target + at, tl.load(words + source + at, mask=inside), mask=inside)
+    source = tl.load(pair) * page_numbers
+    target = tl.load(pair + 1) * page_numbers
+    at = tl.program_id(1) * NUMBERS + tl.arange(0, NUMBERS)
+    inside = at < page_numbers
+    tl.store(storage + target + at, tl.load(storage + source + at, mask=inside), mask=inside)
 
 
 def at_once(pairs: list[list[int]]) -> Iterator[list[list[int]]]:

@@ -218,11 +218,13 @@ class _FixedCut:
         max_sequences: int,
         room: tuple[NDArray[np.int32], NDArray[np.int32]],
     ) -> None:
-        """The batch's pieces and entries; what is left over does nothing, or makes a zero."""
+        """The batch's pieces and entries, into `room`, which is all zeros.
+
+        Zeros are what does nothing; pieces for the padding make its results zeros.
+        """
         made = batch.cut(self.kind, machine)
         own_pieces = room[0].reshape(self.num_pieces, pieces.COLUMNS)
         own_entries = room[1].reshape(self.num_entries, pieces.ENTRY_COLUMNS)
-        own_pieces[:] = own_entries[:] = 0
         num_pieces = 0
         if made.tiles:
             num_pieces = len(made.arrays[0])

@@ -29,7 +29,7 @@ LARGEST_DIM = 1024
 _OPTIONS = {"enable_fp_fusion": True}
 """Multiplying and adding in one instruction: what Triton does unasked changes with its release."""
 
-_COPIED_WORDS = 4096
+_COPIED_NUMBERS = 8192
 _COMBINED_PARTS = 16
 _PROCESSORS_OF_NOTHING = 4
 """What the interpreter is planned for: so few that small batches are cut too."""
@@ -101,7 +101,6 @@ class GPUStorage:
                 f"{self.device} has no room for {num_blocks} blocks of "
                 f"{self._page_numbers * DTYPES[dtype].itemsize} bytes: ask for fewer"
             ) from problem
-        self._words = self.data.view(torch.int32)
         self._kinds: dict[LayerKind, None] = {}
         self._room = torch.empty(64, dtype=torch.float32, device=self.device)
         self._machine = Machine(
@@ -181,13 +180,14 @@ class GPUStorage:
         pairs = integers(copies, np.int64, "copies").reshape(-1, 2)
         if pairs.size and not 0 <= pairs.min() <= pairs.max() < self.num_blocks:
             raise InvalidInput(f"copies name blocks outside 0 to {self.num_blocks - 1}")
-        page_words = self._words.shape[1]
+        grid_of_page = -(-self._page_numbers // _COPIED_NUMBERS)
         with self._current():
             for run in at_once(pairs.tolist()):
                 there = self._to_device(np.array(run, dtype=np.int64))
-                copy_pages[(len(run), -(-page_words // _COPIED_WORDS))](
-                    self._words, there, page_words, WORDS=_COPIED_WORDS, num_warps=8, **_OPTIONS
-                )
+                copy_pages[(len(run), grid_of_page)](
+                    self.data, there, self._page_numbers, NUMBERS=_COPIED_NUMBERS, num_warps=8,
+                    **_OPTIONS,
+                )  # fmt: skip
 
     def read(self, layer: int, block_table: Any, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of one sequence's first `length` tokens, as contiguous copies.
