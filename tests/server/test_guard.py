@@ -203,6 +203,7 @@ def test_a_body_comes_in_one_piece_and_then_the_client_leaves() -> None:
 def test_what_is_refused_before_its_body_was_read_closes_the_connection() -> None:
     async def run() -> None:
         guarded = Guarded(max_body_bytes=10)
+        guarded.may_answer.set()
         for status, pieces, headers in (
             (413, [], {"content_length": "11"}),  # not a byte of it is read
             (413, [piece(b"x" * 6, is_last=False)] * 2, {"transfer_encoding": "chunked"}),

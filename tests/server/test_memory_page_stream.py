@@ -20,6 +20,7 @@ from models.memory_messages import read_messages
 from models.still_server import StillServer
 from pagedkv.server.memory_page.changes import Changes, Differ
 from pagedkv.server.memory_page.endpoints import FILES
+from pagedkv.server.memory_page.happenings import Happenings
 from pagedkv.server.memory_page.picture import Picture
 from pagedkv.server.memory_page.watch import MAX_WATCHERS
 
@@ -84,23 +85,83 @@ def test_nothing_is_looked_at_while_nobody_watches(
         looks.append(1)
         return look(self, *arguments, **options)
 
+    notes = []
+    note = Happenings.note
+
+    def noted(self: Happenings, *arguments: Any) -> None:
+        notes.append(1)
+        note(self, *arguments)
+
     monkeypatch.setattr(Differ, "look", counted)
+    monkeypatch.setattr(Happenings, "note", noted)
+    monkeypatch.setattr("pagedkv.server.memory_page.watch.LINGER_S", 60.0)
     server.scheduler.add([1, 2, 3], max_new_tokens=30)
     for _ in range(5):
         server.step()
     assert not looks
     with watching(server) as messages:
         next(messages)
-    during = len(looks)
-    assert during
+        server.step()
+    assert looks and notes
     [watcher] = server.watchers
     watch = watcher.__self__  # type: ignore[attr-defined]
-    while watch._session is not None and watch._session._is_awake:
+    for _ in range(2_000):
+        if not watch._session._is_awake:
+            break
         time.sleep(0.01)
-    during = len(looks)
+    during = len(looks), len(notes)
     for _ in range(5):
         server.step()
-    assert len(looks) == during
+    assert (len(looks), len(notes)) == during
+
+
+def test_who_comes_while_nothing_happens_is_told_the_whole_at_once(
+    server: StillServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagedkv.server.memory_page.watch.IDLE_INTERVAL_S", 1e9)
+    with watching(server) as messages, contextlib.ExitStack() as later:
+        assert next(messages)[0]["kind"] == "whole"
+        for _ in range(2):
+            second = later.enter_context(watching(server))
+            assert next(second)[0]["kind"] == "whole"
+
+
+def test_while_nothing_happens_there_is_a_message_now_and_then_all_the_same(
+    server: StillServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagedkv.server.memory_page.watch.IDLE_INTERVAL_S", 0.01)
+    with watching(server) as messages:
+        kinds = [next(messages)[0]["kind"] for _ in range(4)]
+    assert kinds == ["whole", "changes", "changes", "changes"]
+
+
+def test_a_region_goes_when_its_sequence_ends_though_nobody_comes(server: StillServer) -> None:
+    [sequence] = server.scheduler.add([1, 2, 3], max_new_tokens=30)
+    with watching(server) as messages:
+        assert len(next(messages)[1]["regions_longest"]) == 1
+        server.scheduler.cancel([sequence])
+        server.tell()
+        for _, arrays in messages:
+            if "regions_longest" in arrays:
+                assert len(arrays["regions_longest"]) == len(arrays["regions_limit"]) == 0
+                break
+
+
+def test_once_a_second_there_is_a_sample_for_the_charts(server: StillServer) -> None:
+    with watching(server) as messages:
+        assert next(messages)[1]["samples"].shape == (0, 6)
+        for _, arrays in messages:
+            if "samples" in arrays:
+                assert arrays["samples"].shape == (1, 6)
+                break
+
+
+def test_a_server_that_drains_ends_its_streams() -> None:
+    with StillServer().running() as server, watching(server) as messages:
+        next(messages)
+        server.is_draining = True
+        for _ in messages:
+            pass
 
 
 def test_a_page_that_is_loaded_anew_finds_the_same_names(server: StillServer) -> None:

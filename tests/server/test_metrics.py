@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,9 @@ pytest.importorskip("openai", reason="needs OpenAI's client")
 from prometheus_client.parser import text_string_to_metric_families
 
 from models.tiny_server import MODEL, TinyServer, tiny_server
+from pagedkv.engine.core import StepTimes
+from pagedkv.engine.outputs import Chunk
+from pagedkv.server.metrics import AnswerTimes, Metrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -52,6 +56,64 @@ def values(server: TinyServer) -> dict[str, float]:
         for family in text_string_to_metric_families(page)
         for sample in family.samples
     }
+
+
+def test_an_answer_is_timed_from_its_arrival_and_from_token_to_token() -> None:
+    metrics = Metrics()
+    times = AnswerTimes(metrics.requests, arrived_s=10.0)
+    samples = [SimpleNamespace(token_ids=[7] * count) for count in (5, 1)]
+    request: Any = SimpleNamespace(prompt_ids=(1, 2, 3), admitted_s=10.5, samples=samples)
+
+    def came(sample: int, now_s: float, finish: Any = None) -> None:
+        chunk = Chunk(sample, "x", token_ids=(7,), logprobs=None, finish_reason=finish)
+        times.note(0, chunk, request, now_s)
+
+    came(0, 11.0)
+    came(1, 12.0, "stop")
+    came(0, 13.0, "length")
+    registry = metrics.registry
+    for name, total, count in (
+        ("time_to_first_token_seconds", 1.0, 1),  # of a prompt, however many answers it has
+        ("request_queue_time_seconds", 0.5, 1),
+        ("request_prompt_tokens", 3.0, 1),
+        ("request_duration_seconds", 2.0 + 3.0, 2),
+        ("request_output_tokens", 5.0 + 1.0, 2),
+        ("time_per_output_token_seconds", 0.5, 1),  # of one token there is no time between
+    ):
+        assert registry.get_sample_value(f"pagedkv_{name}_sum") == pytest.approx(total), name
+        assert registry.get_sample_value(f"pagedkv_{name}_count") == count, name
+
+
+def test_the_parts_of_a_step_are_its_whole_and_a_memory_in_use_has_its_share() -> None:
+    metrics = Metrics()
+    metrics.steps.note(StepTimes(scheduling_s=0.25, forward_s=1.0, sampling_s=0.5, total_s=2.0))
+    memory = dict.fromkeys(
+        ("num_running", "cached_blocks", "free_blocks", "shared_blocks", "num_steps"), 1
+    ) | dict.fromkeys(("computed_tokens", "preemptions", "recomputed_tokens", "evicted_blocks"), 2)
+    memory |= {"num_blocks": 12, "used_blocks": 3, "block_size": 4, "waste": 0.25}
+    memory |= {"query_tokens": 40, "hit_tokens": 30}
+    statistics: Any = SimpleNamespace(
+        memory=SimpleNamespace(**memory),
+        requests=5,
+        output_tokens=6,
+        readmitted_tokens=20,
+        readmitted_hit_tokens=8,
+    )
+    page = metrics.page(statistics, model_name="m", num_waiting=2).decode()
+    for line in (
+        'pagedkv_step_part_seconds_total{part="scheduling"} 0.25',
+        'pagedkv_step_part_seconds_total{part="forward"} 1.0',
+        'pagedkv_step_part_seconds_total{part="sampling"} 0.5',
+        'pagedkv_step_part_seconds_total{part="other"} 0.25',
+        "pagedkv_used_blocks_fill_ratio 0.75",
+        'vllm:kv_cache_usage_perc{model_name="m"} 0.25',
+        'pagedkv_prefix_query_tokens_total{admission="again"} 20.0',
+        'pagedkv_prefix_hit_tokens_total{admission="again"} 8.0',
+        'vllm:prefix_cache_queries_total{model_name="m"} 40.0',
+        'vllm:prefix_cache_hits_total{model_name="m"} 30.0',
+        'vllm:num_requests_waiting{model_name="m"} 2.0',
+    ):
+        assert f"\n{line}\n" in page, line
 
 
 def test_requests_and_tokens_are_counted(server: TinyServer) -> None:
