@@ -16,40 +16,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-TARGET = ("cuda", 90, 32)
-"""An H100 or H200."""
+
+class NoDevice:
+    """Stands where Triton looks for a device: says which one to compile for, and runs nothing."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)  # an H100 or H200
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
-def compiled(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    """What the compiler says of one launch, with the types and alignments of its arguments."""
-    import torch
+def facts_of(made: Any, num_warps: int) -> dict[str, Any]:
+    """What the compiler says of a compiled kernel."""
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    names = kernel.arg_names
-    types = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
-             torch.int32: "i32", torch.int64: "i64"}  # fmt: skip
-    constants = {name: value for name, value in named.items() if name in names}
-    signature = dict.fromkeys(constants, "constexpr")
-    aligned = {}
-    for place, (name, given) in enumerate(zip(names, arguments)):
-        if isinstance(given, torch.Tensor):
-            signature[name] = "*" + types[given.dtype]
-            is_aligned = given.data_ptr() % 16 == 0
-        elif isinstance(given, int):
-            signature[name] = "i32" if abs(given) < 2**31 else "i64"
-            is_aligned = given % 16 == 0
-        else:
-            signature[name] = "fp32"
-            is_aligned = False
-        if is_aligned:
-            aligned[(place,)] = [["tt.divisibility", 16]]
-    made = triton.compile(
-        ASTSource(kernel, {name: signature[name] for name in names}, constants, aligned),
-        target=GPUTarget(*TARGET),
-        options={name: value for name, value in named.items() if name not in names},
-    )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(made.asm["cubin"])
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -64,7 +50,7 @@ def compiled(kernel: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> 
         "shared_bytes": made.metadata.shared,
         "copies_of_16_bytes": len(re.findall(r"cp\.async\.cg\.shared\.global.*0x10", ptx)),
         "matrix_products": len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", ptx)),
-        "warps": named.get("num_warps", 4),
+        "warps": num_warps,
     }  # fmt: skip
 
 
@@ -76,7 +62,8 @@ class Recorder:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **named: Any) -> None:
-            self.keep(self.kernel.__name__, compiled(self.kernel, arguments, named))
+            made = self.kernel.warmup(*arguments, grid=grid, **named)
+            self.keep(self.kernel.__name__, facts_of(made, named["num_warps"]))
 
         return launch
 
@@ -85,10 +72,12 @@ def main(cases: dict[str, dict[str, Any]]) -> None:
     import numpy as np
     import torch
     from triton import knobs
+    from triton.runtime.driver import driver
 
     from pagedkv.attention import LayerShape
     from pagedkv.attention.gpu import storage as module
 
+    driver.set_active(NoDevice())  # type: ignore[arg-type]
     knobs.runtime.interpret = True  # the kernels are defined; now a storage may lie on the host
     found: dict[str, list[dict[str, Any]]] = {}
     kernels = ("attend_pieces", "combine_parts", "write_rows", "copy_pages")

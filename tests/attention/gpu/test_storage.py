@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,6 +48,19 @@ def rows(rng: np.random.Generator, layer: int, num_tokens: int) -> tuple[Any, An
         for dim in sizes
     )
     return k, v
+
+
+def test_attention_on_the_host_loads_neither_torch_nor_triton() -> None:
+    code = "import sys, pagedkv.attention; print({'torch', 'triton'} & set(sys.modules))"
+    source = Path(__file__).parents[3] / "src"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(source)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "set()"
 
 
 def test_its_sizes_are_those_of_a_storage_on_the_host() -> None:
