@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from pagedkv.engine import core
 from pagedkv.engine.beam_search import BeamSearchParams
 from pagedkv.engine.core import Request
 from pagedkv.engine.device import OutOfDeviceMemory
+from pagedkv.engine.llm import LLM
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.recording import Recorder
 from pagedkv.engine.sampling import NotFinite
@@ -303,3 +305,31 @@ def test_memory_that_runs_out_while_a_token_is_chosen_ends_the_step_too(
             running.step()
     assert request.is_finished and running.is_idle
     assert len(running.answers([prompt(1, 9)], greedy(6))[0]) == 6
+
+
+def test_who_generates_and_who_streams_get_the_same_from_an_llm_that_schedules_ahead(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(InvalidInput, match="record without ahead"):
+        LLM(tiny_model("llama"), ahead=True, record=tmp_path / "run.jsonl")
+    assert not list(tmp_path.iterdir())
+    prompts = [prompt(i, 9) for i in range(3)]
+    expected = engine(ahead=False).answers(prompts, greedy(9))
+
+    async def streamed(llm: LLM) -> tuple[list[int], list[int]]:
+        whole: list[int] = []
+        async for chunk in llm.stream(prompts[0], greedy(9)):
+            whole += chunk.token_ids
+        part: list[int] = []
+        async for chunk in llm.stream(prompts[1], greedy(9)):
+            part += chunk.token_ids
+            if len(part) == 4:
+                break
+        return whole, part
+
+    with LLM(model()._model, ahead=True, num_blocks=40, block_size=4) as llm:
+        assert [list(a.token_ids) for a in llm.generate(prompts, greedy(9))] == expected
+        assert asyncio.run(streamed(llm)) == (expected[0], expected[1][:4])
+        assert [list(a.token_ids) for a in llm.generate(prompts, greedy(9))] == expected
+        llm.verify()
+        assert llm.statistics().memory.used_blocks == 0

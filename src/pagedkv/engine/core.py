@@ -50,6 +50,11 @@ from pagedkv.memory.block_key import Namespace
 from pagedkv.scheduling.continuous import CHOSEN_LATER, Batch, Scheduler, SchedulerStatistics
 from pagedkv.scheduling.limits import SchedulerConfig
 
+RECORDED_AHEAD = (
+    "a run that is scheduled ahead sees ends a step late, which a recording cannot say: record "
+    "without ahead"
+)
+
 Listener = Callable[[Chunk], None]
 """Is told each chunk of a request, in the thread that runs the step; must not block or raise."""
 
@@ -225,10 +230,7 @@ class Engine:
         capture: Capture | None = None,
     ) -> None:
         if ahead and recorder is not None:
-            raise InvalidInput(
-                "a run that is scheduled ahead sees ends a step late, which a recording cannot "
-                "say: record without ahead"
-            )
+            raise InvalidInput(RECORDED_AHEAD)
         self.model = model
         self.max_model_len = max_model_len
         self.storage = model.make_storage(num_blocks, block_size)

@@ -16,7 +16,7 @@ from pagedkv.engine.architectures import llama4_scale
 from pagedkv.engine.beam_request import BeamRequest
 from pagedkv.engine.beam_search import BeamSearchParams
 from pagedkv.engine.chat import chat_token_ids
-from pagedkv.engine.core import Engine, EngineStatistics, Request
+from pagedkv.engine.core import RECORDED_AHEAD, Engine, EngineStatistics, Request
 from pagedkv.engine.detokenizer import TokenTexts
 from pagedkv.engine.device import give_back_unused, parse_device
 from pagedkv.engine.graphs import CUDACapture
@@ -96,6 +96,8 @@ class LLM:
             block_size=block_size, kv_memory=kv_memory, num_blocks=num_blocks, num_tokens=num_tokens
         )
         if record is not None:
+            if ahead:
+                raise InvalidInput(RECORDED_AHEAD)
             check_is_new(record)
         loaded, tokenizer = _loaded(model, gguf_file, tokenizer, dtype, device)
         self.tokenizer = tokenizer
