@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -141,19 +142,17 @@ def test_a_region_goes_when_its_sequence_ends_though_nobody_comes(server: StillS
         assert len(next(messages)[1]["regions_longest"]) == 1
         server.scheduler.cancel([sequence])
         server.tell()
-        for _, arrays in messages:
-            if "regions_longest" in arrays:
-                assert len(arrays["regions_longest"]) == len(arrays["regions_limit"]) == 0
-                break
+        told = [arrays for _, arrays in itertools.islice(messages, 3)]
+        [regions] = [arrays for arrays in told if "regions_longest" in arrays]
+        assert len(regions["regions_longest"]) == len(regions["regions_limit"]) == 0
 
 
 def test_once_a_second_there_is_a_sample_for_the_charts(server: StillServer) -> None:
     with watching(server) as messages:
         assert next(messages)[1]["samples"].shape == (0, 6)
-        for _, arrays in messages:
-            if "samples" in arrays:
-                assert arrays["samples"].shape == (1, 6)
-                break
+        told = [arrays for _, arrays in itertools.islice(messages, 4)]
+        samples = [arrays["samples"].shape for arrays in told if "samples" in arrays]
+        assert samples and set(samples) == {(1, 6)}
 
 
 def test_a_server_that_drains_ends_its_streams() -> None:

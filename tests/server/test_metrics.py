@@ -132,6 +132,9 @@ def test_requests_and_tokens_are_counted(server: TinyServer) -> None:
     ):
         assert found[f"pagedkv_{name}_count"] == count
         assert 0 < found[f"pagedkv_{name}_sum"] < 600
+    # First tokens come before the last ones, also of answers that are not streamed.
+    durations = found["pagedkv_request_duration_seconds_sum"]
+    assert found["pagedkv_time_to_first_token_seconds_sum"] < durations
     assert found["pagedkv_request_output_tokens_sum"] == 8 * 40
     assert memory.preemptions > 0 and found["pagedkv_preemptions_total"] == memory.preemptions
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import signal
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -17,9 +20,14 @@ pytest.importorskip("openai", reason="needs OpenAI's client")
 import openai
 
 from models.tiny_server import MODEL, TinyServer, tiny_server
+from pagedkv.engine import SamplingParams
+from pagedkv.engine.outputs import Chunk
 from pagedkv.errors import BrokenLaw
 from pagedkv.server.app import create_app
+from pagedkv.server.errors import ApiError
+from pagedkv.server.exchange import ClientLeft, Exchange
 from pagedkv.server.limits import ServerLimits
+from pagedkv.server.metrics import AnswerTimes, Metrics
 
 LONG: dict[str, Any] = {"model": MODEL, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
 
@@ -139,6 +147,119 @@ def test_a_stream_that_is_refused_by_the_engine_counts_no_longer() -> None:
                     model=MODEL, prompt=[5] * 90, max_tokens=2, stream=True
                 )
         assert server.serving.num_streams == 0
+        page = server.http().get("/metrics").text
+        assert 'pagedkv_requests_refused_total{reason="invalid"} 2.0' in page
+
+
+def test_where_nobody_may_wait_whoever_need_not_is_served() -> None:
+    with tiny_server(limits=ServerLimits(max_waiting=0)) as server:
+        for _ in range(2):
+            server.client().completions.create(model=MODEL, prompt="Hi", max_tokens=2)
+
+
+def test_all_answers_that_a_client_left_are_counted_and_nothing_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with tiny_server() as server:
+        begin(server, n=3).close()
+        server.wait_until(lambda: not server.serving.is_busy and server.used_blocks == 0)
+        page = server.http().get("/metrics").text
+        assert 'pagedkv_requests_finished_total{reason="abort"} 3.0' in page
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(sig: int) -> None:
+    with tiny_server() as server:
+        running = begin(server)
+        server.server.handle_exit(sig, None)
+        server.wait_until(lambda: server.serving.is_draining)
+        assert not server.server.should_exit
+        server.server.handle_exit(sig, None)
+        assert server.server.should_exit
+        assert server.server.force_exit is (sig == signal.SIGINT)
+        with contextlib.suppress(Exception):
+            list(running)
+
+
+class Told:
+    """An exchange with an engine that a test plays, and what it told its owner."""
+
+    def __init__(self, num_prompts: int = 1) -> None:
+        self.ends = self.closes = 0
+        self.exchange = Exchange(
+            [[1, 2]] * num_prompts,
+            SamplingParams(n=1),
+            namespace=None,
+            is_streamed=True,
+            times=AnswerTimes(Metrics().requests, 0.0),
+            on_end=self._end,
+            on_close=self._close,
+        )
+
+    def _end(self, _: Exchange) -> None:
+        self.ends += 1
+
+    def _close(self, _: Exchange) -> None:
+        self.closes += 1
+
+    def say(self, finish: Any = None) -> None:
+        self.exchange.put(0, Chunk(0, "x", (5,), None, finish), 1.0)
+        self.exchange.wake()
+
+
+def test_what_comes_after_the_end_changes_nothing() -> None:
+    left = Told()
+    left.say()
+    left.exchange.break_off(ClientLeft())
+    left.say("stop")
+    left.exchange.break_off(ApiError(503, "too late"))
+    left.exchange.close()
+    assert (left.ends, left.closes, left.exchange.num_going_on) == (1, 1, 1)
+    assert isinstance(left.exchange.reason, ClientLeft)
+    done = Told()
+    done.say("stop")
+    done.exchange.close()
+    assert (done.ends, done.closes, done.exchange.reason) == (1, 1, None)
+
+
+def test_a_failure_is_told_in_its_first_line() -> None:
+    for failure, line in (
+        (RuntimeError("no power\nat all"), "failed: no power"),
+        (KeyError(), "failed: KeyError"),
+    ):
+        told = Told()
+        told.exchange.put(0, failure, 1.0)
+        assert isinstance(told.exchange.reason, ApiError) and told.ends == 1
+        assert told.exchange.reason.message.endswith(line)
+        assert told.exchange.reason.code == "step_failed"
+
+
+def test_who_waits_is_told_of_news_silence_the_end_and_what_broke_it_off() -> None:
+    async def run() -> None:
+        told = Told()
+        waiting = asyncio.create_task(told.exchange.chunks())
+        await asyncio.sleep(0)
+        told.exchange.remind()
+        told.exchange.wake()  # of nothing
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        told.exchange.remind()
+        assert await waiting == []
+        told.say()
+        told.exchange.remind()
+        assert [chunk.text for _, chunk in await told.exchange.chunks() or ()] == ["x"]
+        told.say("stop")
+        assert len(await told.exchange.chunks() or ()) == 1
+        assert await told.exchange.chunks() is None
+        broken = Told()
+        waiting = asyncio.create_task(broken.exchange.chunks())
+        await asyncio.sleep(0)
+        broken.exchange.break_off(ClientLeft())
+        with pytest.raises(ClientLeft):
+            await asyncio.wait_for(waiting, 60)
+
+    asyncio.run(run())
 
 
 def test_a_server_that_drains_waits_for_who_reads() -> None:
@@ -161,6 +282,8 @@ def test_a_stream_that_waits_says_so_and_one_that_speaks_does_not() -> None:
         http = server.http()
         body = {"model": MODEL, "prompt": "Hi", "max_tokens": 2, "stream": True}
         with http.stream("POST", "/v1/completions", json=body) as waiting:
+            assert waiting.headers["x-accel-buffering"] == "no"
+            assert waiting.headers["cache-control"] == "no-cache"
             lines = waiting.iter_lines()
             assert [next(lines) for _ in range(4)] == [": keep-alive", ""] * 2
             running.close()
@@ -213,7 +336,7 @@ def test_a_failing_step_fails_its_requests_clearly_and_the_server_goes_on(
 
         monkeypatch.setattr(model, "logits", fail)
         with pytest.raises(openai.APIError, match="failed: the model broke"):
-            made = server.client().completions.create(**LONG, prompt="Hello", stream=stream)
+            made = server.client().completions.create(**LONG, prompt=["Hello", "Hi"], stream=stream)
             list(made)
         monkeypatch.setattr(model, "logits", right)
         answer = server.client().completions.create(model=MODEL, prompt="Hi", max_tokens=2)
@@ -224,7 +347,7 @@ def test_a_failing_step_fails_its_requests_clearly_and_the_server_goes_on(
             f"a step failed: the model broke, {stream}"
         ) == 1
         page = server.http().get("/metrics").text
-        assert 'pagedkv_requests_finished_total{reason="error"} 1.0' in page
+        assert 'pagedkv_requests_finished_total{reason="error"} 2.0' in page
 
 
 def test_a_scheduler_that_fails_fails_everybody_instead_of_trying_for_ever(
@@ -256,6 +379,28 @@ def test_a_broken_law_stops_admission_and_says_so() -> None:
         with pytest.raises(openai.InternalServerError, match="a law of the memory is broken"):
             server.client().completions.create(model=MODEL, prompt="Hello")
         assert http.get("/health").status_code == 503
+
+
+def test_the_laws_are_checked_once_after_work_and_not_while_there_is_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pagedkv.server.lifecycle.IDLE_S", 0.01)
+    with tiny_server() as server:
+        checks: list[bool] = []
+        verify = server.llm._engine.scheduler.verify
+        monkeypatch.setattr(
+            server.llm._engine.scheduler,
+            "verify",
+            lambda: (checks.append(bool(server.serving.exchanges)), verify()),
+        )
+        running = begin(server)
+        for _ in range(20):
+            next(running)
+        assert checks == []
+        running.close()
+        server.wait_until(lambda: checks)
+        time.sleep(0.3)
+        assert checks == [False]
 
 
 def test_the_laws_are_checked_when_nobody_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,6 @@ class Exchange:
         self._on_end = on_end
         self._on_close = on_close
         self._has_ended = False
-        self._is_closed = False
         self._was_reminded = False  # and nothing was said since
         self._was_silent = False  # and whoever waits should know
         self.num_going_on = len(prompts) * params.n
@@ -134,11 +133,9 @@ class Exchange:
         self._was_reminded = True
 
     def close(self) -> None:
-        """Nobody reads any more, or all was read. It ends, if it had not."""
+        """Nobody reads any more, or all was read: it ends, if it had not. To be called once."""
         self.break_off(ClientLeft())
-        if not self._is_closed:
-            self._is_closed = True
-            self._on_close(self)
+        self._on_close(self)
 
     def break_off(self, reason: Exception) -> None:
         """End it before its time, for a reason that whoever waits is told."""
