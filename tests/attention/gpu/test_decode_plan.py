@@ -58,6 +58,17 @@ def test_more_heads_than_a_tile_has_rows_are_padded_too() -> None:
     assert not out[1].any()
 
 
+def test_a_plan_made_for_inference_may_be_updated_anywhere() -> None:
+    batch = gpu_batch(np.random.default_rng(0), [(40, 1)])
+    with torch.inference_mode():
+        plan = batch.storage.decode_plan(max_sequences=1, max_blocks_each=3)
+        first = batch.storage.attend_planned(1, batch.q(), plan)
+    assert not first.any()
+    plan.update(batch.host.block_tables[:, :3], batch.host.lengths)
+    out = batch.storage.attend_planned(1, batch.q(), plan)
+    assert relative_error(out.cpu().numpy(), batch.expected()) < 1e-5
+
+
 def test_only_so_many_queries_as_the_plan_has_are_taken() -> None:
     batch = gpu_batch(np.random.default_rng(0), [(40, 1), (9, 1)])
     plan = batch.storage.decode_plan(max_sequences=3, max_blocks_each=3)

@@ -262,9 +262,10 @@ class _Region:
         for cut in cuts:
             for size in cut.sizes:
                 self.starts.append(self.starts[-1] + _aligned(size))
-        self.there = torch.zeros(
-            self.starts[-1] + room_behind, dtype=torch.int32, device=machine.device
-        )
+        with torch.inference_mode(False):  # else it could only be updated in that mode
+            self.there = torch.zeros(
+                self.starts[-1] + room_behind, dtype=torch.int32, device=machine.device
+            )
 
     def views(self, array: Any, index: int) -> list[Any]:
         """Pieces and entries of the `index`th kind within `array`, which is laid out as this."""
