@@ -759,12 +759,13 @@ class Engine:
         """Write down how far everybody has come, where that was not done lately."""
         if self._recorder is None or not self._recorder.is_progress_due(now_s):
             return
-        requests = dict.fromkeys(member.request for member in self._samples.values())
-        under_way = [
-            UnderWay(request.arrival, request.prompt_ids, _answers(request))
-            for request in requests
-            if request.arrival is not None
-        ]
+        under_way = []
+        for request in dict.fromkeys(member.request for member in self._samples.values()):
+            arrival, samples = request.arrival, request.samples
+            # Of thousands that wait there is nothing new once they were told.
+            is_new = bool(samples[0].token_ids) or len(samples) > 1
+            if arrival is not None and (is_new or not self._recorder.was_told(arrival)):
+                under_way.append(UnderWay(arrival, request.prompt_ids, _answers(request)))
         self._recorder.progress(under_way, s=now_s, step=self.scheduler.num_steps)
 
 

@@ -203,8 +203,16 @@ class Recorder:
         step_s, self._asked_s = s - self._asked_s, s
         return self._num_under_way > 0 and s + step_s - self._progress_s >= LONGEST_GAP_S
 
+    def was_told(self, arrival: Arrival) -> bool:
+        """Whether a line of progress has named this request."""
+        return arrival.number in self._told
+
     def progress(self, under_way: Iterable[UnderWay], *, s: float, step: int) -> None:
-        """Write how far everybody who is under way has come, before step number `step`."""
+        """Write how far all who are under way have come, before step number `step`.
+
+        Everything before that step is settled. Requests that were told and have no new token
+        since, nor an answer that ended, may be left out.
+        """
         grown = [growth for request in under_way for growth in self._grown(request)]
         lines = []
         for growth, (keys, last) in zip(grown, self._keys([growth.chain for growth in grown])):
