@@ -41,7 +41,9 @@ CASES: dict[str, dict[str, Any]] = {
 @cache
 def launches() -> dict[str, list[dict[str, Any]]]:
     """What the compiler says of each kernel of each case, in a process that does not interpret."""
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    path = os.pathsep.join(
+        [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    )
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/models/device_compiler.py"), json.dumps(CASES)],
         env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"},
