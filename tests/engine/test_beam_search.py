@@ -134,6 +134,47 @@ def test_parents_and_tokens_are_those_of_the_likeliest_continuations() -> None:
     assert [found.token_ids for found in search.best(2)] == [(0,), (2, 0)]
 
 
+def log_of(*rows: list[float]) -> np.ndarray:
+    return np.log(np.array(rows, dtype=np.float32))
+
+
+def test_beams_go_on_although_every_likely_token_ends_them() -> None:
+    params = BeamSearchParams(num_beams=2, max_tokens=5, early_stopping="never")
+    search = BeamSearch(params, eos_token_ids=[0, 1, 2, 3])
+    step = search.advance(log_of([0.3, 0.25, 0.2, 0.15, 0.06, 0.04]))
+    assert step is not None
+    assert step.token_ids.tolist() == [4, 5]
+
+
+def test_length_that_is_no_gain_is_not_hoped_for() -> None:
+    """With a penalty below 0 a beam is worth most now, however long it may still grow."""
+    params = BeamSearchParams(
+        num_beams=2, max_tokens=10, length_penalty=-1.0, early_stopping="never"
+    )
+    search = BeamSearch(params, eos_token_ids=[0])
+    assert search.advance(log_of([0.3, 0.5, 0.15, 0.05])) is not None
+    # Two are kept now; the worse one scores 2 log(0.5 * 0.45), below the best beam's 2 log(0.25).
+    assert search.advance(log_of([0.45, 0.04, 0.01, 0.5], [0.25] * 4)) is not None
+    assert not search.done
+
+
+def test_a_beam_that_could_only_equal_what_is_kept_is_not_followed() -> None:
+    search = BeamSearch(BeamSearchParams(num_beams=1, max_tokens=5), eos_token_ids=[0])
+    assert search.advance(log_of([0.4, 0.4, 0.2])) is None
+    assert search.best()[0].token_ids == (0,)
+
+
+def test_of_two_that_are_as_good_the_one_found_first_is_better() -> None:
+    search = BeamSearch(
+        BeamSearchParams(num_beams=2, max_tokens=5, length_penalty=0.0), eos_token_ids=[0]
+    )
+    search.advance(log_of([0.25, 0.5, 0.2, 0.05]))
+    search.advance(log_of([0.5, 0.3, 0.1, 0.1], [0.25] * 4))
+    first, second = search.best(2)
+    assert first.score == second.score
+    assert (first.token_ids, second.token_ids) == ((0,), (1, 0))
+
+
 def test_the_end_token_is_like_any_other_where_it_is_ignored() -> None:
     params = BeamSearchParams(num_beams=1, max_tokens=3, ignore_eos=True)
     search = BeamSearch(params, eos_token_ids=[0])

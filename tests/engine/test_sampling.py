@@ -272,6 +272,11 @@ def test_requests_without_a_seed_get_different_ones() -> None:
     seeds = {request_seed(engine, request) for engine in range(5) for request in range(100)}
     assert len(seeds) == 500
     assert request_seed(0, 7) == request_seed(0, 7)
+    # None is a number that a sample draws whose seed is the engine's.
+    engines, requests = np.full(100, 3, np.uint64), np.arange(100, dtype=np.uint64)
+    for stream in range(4):
+        drawn = random_words(engines, np.full(100, stream, np.uint64), requests)
+        assert not seeds.intersection(drawn.tolist())
 
 
 COMPANY = [
