@@ -7,6 +7,8 @@ gone round here, so that what is tested without a device is what a device comput
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from triton import knobs
@@ -17,7 +19,16 @@ INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+def part_of_kernel(function: Any) -> Any:
+    """`triton.jit` for what kernels call.
+
+    The interpreter would prepare the whole language anew at each call, which takes it longer than
+    the call; within a kernel plain Python does the same.
+    """
+    return function if INTERPRETED else triton.jit(function)
+
+
+@part_of_kernel
 def product(a, b, PRECISION: tl.constexpr):
     """`a` [M, K] times `b` [K, N] of the same dtype, in float32."""
     if INTERPRETED:
@@ -26,7 +37,7 @@ def product(a, b, PRECISION: tl.constexpr):
     return tl.dot(a, b, input_precision=PRECISION)
 
 
-@triton.jit
+@part_of_kernel
 def product_added(a, b, sums, PRECISION: tl.constexpr):
     """`sums` [M, N] float32 and the product of `a` and `b`."""
     if INTERPRETED:
@@ -35,7 +46,7 @@ def product_added(a, b, sums, PRECISION: tl.constexpr):
     return tl.dot(a, b, acc=sums, input_precision=PRECISION)
 
 
-@triton.jit
+@part_of_kernel
 def rounded(numbers, dtype: tl.constexpr):
     """float32 `numbers` in `dtype`, to nearest, ties to even."""
     if INTERPRETED and dtype == tl.bfloat16:
@@ -45,7 +56,7 @@ def rounded(numbers, dtype: tl.constexpr):
     return numbers.to(dtype)
 
 
-@triton.jit
+@part_of_kernel
 def tanh(x):
     """With the relative precision of float32, also near 0, where a large cap needs it."""
     square = x * x

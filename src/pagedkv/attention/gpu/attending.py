@@ -14,7 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pagedkv.attention.gpu.arithmetic import LOG2_E, product, product_added, rounded, tanh
+from pagedkv.attention.gpu.arithmetic import (
+    LOG2_E,
+    part_of_kernel,
+    product,
+    product_added,
+    rounded,
+    tanh,
+)
 from pagedkv.attention.gpu.pieces import (
     BEFORE,
     COLUMNS,
@@ -38,7 +45,7 @@ _STOP = tl.constexpr(STOP)
 _PLACE = tl.constexpr(PLACE)
 
 
-@triton.jit
+@part_of_kernel
 def attend_tiles(
     queries,  # [ROWS, KEYS]
     positions,  # [ROWS], of the rows' tokens in their sequence
