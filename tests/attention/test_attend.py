@@ -305,12 +305,13 @@ def test_more_than_65536_numbers_a_block_and_2_to_the_31_in_all() -> None:
     table = np.array([num_blocks - 1, num_blocks - 3], dtype=np.int32)
     storage.write(0, k, v, slots_of(table, 0, 300, block_size))
     storage.copy_blocks([[num_blocks - 3, num_blocks - 2]])
-    q = rng.standard_normal((1, 4, 64), dtype=np.float32)
-    for last in (num_blocks - 3, num_blocks - 2):
-        table[1] = last
-        out = storage.attend(0, q, table[None], [300], [0, 1])
-        k, v = rounded(k, "bfloat16"), rounded(v, "bfloat16")
-        assert relative_error(out, reference_attend(q, k, v)) < TOLERANCE["float32"]
+    k, v = rounded(k, "bfloat16"), rounded(v, "bfloat16")
+    for new in (1, 30):
+        q = rng.standard_normal((new, 4, 64), dtype=np.float32)
+        for last in (num_blocks - 3, num_blocks - 2):
+            table[1] = last
+            out = storage.attend(0, q, table[None], [300], [0, new])
+            assert relative_error(out, reference_attend(q, k, v)) < TOLERANCE["float32"]
 
 
 class TestBadInput:
