@@ -66,5 +66,7 @@ def tanh(x):
     series = series * square + 2.0 / 15.0
     series = series * square - 1.0 / 3.0
     near = x + x * square * series
-    far = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0)
+    # From 20 on it is 1, and long before the power is too large for a float; a NaN stays one.
+    bounded = tl.where(x > 20.0, 20.0, x)
+    far = 1.0 - 2.0 / (tl.exp2(bounded * (2.0 * LOG2_E)) + 1.0)
     return tl.where(tl.abs(x) < 0.25, near, far)
