@@ -409,23 +409,10 @@ def test_counts_kept_along_the_way_are_those_of_a_recount(
     counts = TokenCounts(prompt_ids)
     for token_id in output_ids:
         counts.append(token_id)
-    fork = counts.fork()
-    fork.append(301)
     expected = Counter(output_ids)
     assert dict(zip(counts.token_ids.tolist(), counts.output_counts.tolist())) == {
         token_id: expected[token_id] for token_id in {*prompt_ids, *output_ids}
     }
-    assert fork.token_ids.tolist() == [*counts.token_ids.tolist(), 301]
-
-
-def test_a_fork_is_penalised_for_its_own_tokens_only() -> None:
-    params = SamplingParams(temperature=0, frequency_penalty=2)
-    logits = np.array([[1.0, 0.9, 0.0]], dtype=np.float32)
-    parent = SamplerState(params, seed=0)
-    child = parent.fork(sample=1)
-    child.append(0)
-    assert sample(logits, [parent]).token_ids[0] == 0
-    assert sample(logits, [child]).token_ids[0] == 1
 
 
 def test_end_tokens_are_barred_until_min_tokens() -> None:

@@ -96,14 +96,6 @@ class SamplerState:
         if self.counts is not None:
             self.counts.append(token_id)
 
-    def fork(self, *, sample: int) -> SamplerState:
-        """The same sequence so far, going on as sample number `sample`."""
-        child = object.__new__(SamplerState)
-        child.__dict__.update(self.__dict__)
-        child.sample = sample
-        child.counts = None if self.counts is None else self.counts.fork()
-        return child
-
     @property
     def bars_end(self) -> bool:
         """Whether end tokens cannot be chosen yet."""

@@ -50,11 +50,3 @@ class TokenCounts:
             self._counts = counts
         self._ids[place] = token_id
         self._counts[place] += 1
-
-    def fork(self) -> TokenCounts:
-        """A copy that counts on by itself."""
-        child = TokenCounts()
-        child._place = self._place.copy()
-        child._ids = self._ids.copy()
-        child._counts = self._counts.copy()
-        return child
