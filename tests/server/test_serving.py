@@ -249,8 +249,15 @@ def test_who_waits_is_told_of_news_silence_the_end_and_what_broke_it_off() -> No
         told.say()
         told.exchange.remind()
         assert [chunk.text for _, chunk in await told.exchange.chunks() or ()] == ["x"]
-        told.say("stop")
+        told.say()
         assert len(await told.exchange.chunks() or ()) == 1
+        waiting = asyncio.create_task(told.exchange.chunks())
+        await asyncio.sleep(0)
+        told.exchange.remind()  # something was said since the last time
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        told.say("stop")
+        assert len(await waiting or ()) == 1
         assert await told.exchange.chunks() is None
         broken = Told()
         waiting = asyncio.create_task(broken.exchange.chunks())

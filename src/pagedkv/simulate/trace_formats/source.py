@@ -59,23 +59,19 @@ class Content:
 def read_decompressed(path: str) -> Content:
     """Read everything at `path` ("-": standard input), and undo gzip or zstd where there is any.
 
-    Raises TraceError where it cannot be opened or read, or is damaged, or holds no whole piece.
+    Raises TraceError where it cannot be opened or read, or is damaged.
     """
     raw = _read(path)
     try:
         if raw.startswith(_GZIP_MAGIC):
-            content = _gunzip(raw)
-        elif raw.startswith(_ZSTD_MAGIC) or raw.startswith(_ZSTD_SKIPPABLE):
-            content = _unzstd(raw)
-        else:
-            return Content(raw)
+            return _gunzip(raw)
+        if raw.startswith(_ZSTD_MAGIC) or raw.startswith(_ZSTD_SKIPPABLE):
+            return _unzstd(raw)
     except (zlib.error, zstandard.ZstdError) as error:
         kind = "gzip" if raw.startswith(_GZIP_MAGIC) else "zstd"
         problem = f"the {kind} data is damaged: fetch or copy the file again"
         raise TraceError(problem, file=display_name(path)) from error
-    if content.num_cut_bytes and not content.data:
-        raise content.cut_off(display_name(path))
-    return content
+    return Content(raw)
 
 
 def _read(path: str) -> bytes:
