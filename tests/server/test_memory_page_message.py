@@ -62,6 +62,15 @@ def test_a_sample_is_made_of_what_changed_in_a_second() -> None:
     assert history.newest.tolist() == [[12.0, 100.0, 0.75, 0.5, 0.25, 0.75]]
 
 
+def test_the_next_sample_is_of_what_changed_since_the_last_one() -> None:
+    history = History()
+    history.note(0.0, counters(0))
+    assert history.note(1.0, counters(100))
+    assert not history.note(1.5, counters(120))
+    assert history.note(2.0, counters(150, 10, 5))
+    assert history.all[:, :3].tolist() == [[1.0, 100.0, -1.0], [2.0, 50.0, 0.5]]
+
+
 def test_where_nothing_was_asked_or_used_there_is_no_rate() -> None:
     history = History()
     history.note(0.0, counters(0))
