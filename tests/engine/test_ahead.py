@@ -22,11 +22,11 @@ from models.tiny_engine import TinyEngine, greedy, tokens_of
 from models.tiny_models import VOCABULARY, tiny_model
 from pagedkv.engine import core
 from pagedkv.engine.beam_search import BeamSearchParams
-from pagedkv.engine.core import Request
 from pagedkv.engine.device import OutOfDeviceMemory
 from pagedkv.engine.llm import LLM
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.recording import Recorder
+from pagedkv.engine.request import Request
 from pagedkv.engine.sampling import NotFinite
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.errors import InvalidInput

@@ -19,9 +19,9 @@ from models.tiny_models import VOCABULARY, generated, tiny_model
 from pagedkv.engine.architectures import WORKING
 from pagedkv.engine.beam_request import BeamRequest
 from pagedkv.engine.beam_search import BeamSearchParams
-from pagedkv.engine.core import Request
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.outputs import Completion
+from pagedkv.engine.request import Request
 from pagedkv.engine.sampling_params import SamplingParams
 
 CORE = {

@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 
 from models.tiny_models import tiny_model
 from pagedkv.engine import LLM, BeamSearchParams, SamplingParams
-from pagedkv.engine.core import Request
+from pagedkv.engine.request import Request
 from pagedkv.errors import InvalidInput
 from pagedkv.scheduling.limits import SchedulerConfig
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from pagedkv.engine.core import Engine, Request
+from pagedkv.engine.core import Engine
 from pagedkv.engine.model import PagedModel
+from pagedkv.engine.request import Request
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.memory.blocks import PUBLISHED
 from pagedkv.scheduling.limits import SchedulerConfig

@@ -19,8 +19,8 @@ pytest.importorskip("openai", reason="needs OpenAI's client")
 from prometheus_client.parser import text_string_to_metric_families
 
 from models.tiny_server import MODEL, TinyServer, tiny_server
-from pagedkv.engine.core import StepTimes
 from pagedkv.engine.outputs import Chunk
+from pagedkv.engine.statistics import StepTimes
 from pagedkv.server.metrics import AnswerTimes, Metrics
 
 DOCS = Path(__file__).parents[2] / "docs"

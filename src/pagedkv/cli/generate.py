@@ -31,9 +31,9 @@ from pagedkv.cli.model_options import (
 from pagedkv.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from pagedkv.engine.core import EngineStatistics
     from pagedkv.engine.llm import Prompt
     from pagedkv.engine.outputs import BeamGeneration, Chunk
+    from pagedkv.engine.statistics import EngineStatistics
 
 _SAMPLING = "Sampling"
 

@@ -13,7 +13,7 @@ from pagedkv.engine.device import ForwardTime, Read
 from pagedkv.scheduling.continuous import Batch
 
 if TYPE_CHECKING:
-    from pagedkv.engine.core import Request
+    from pagedkv.engine.request import Request
 
 
 def _no_rows() -> NDArray[np.int64]:

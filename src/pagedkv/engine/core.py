@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -39,154 +38,22 @@ from pagedkv.engine.device_sampling import choose_greedily, chooses_on_device, s
 from pagedkv.engine.graphs import Capture, DecodeGraphs, ladder
 from pagedkv.engine.logprobs import TokenLogprob, log_probabilities, prompt_logprobs
 from pagedkv.engine.model import PagedModel
-from pagedkv.engine.outputs import Chunk, Completion, Generation
 from pagedkv.engine.random_stream import request_seed
-from pagedkv.engine.recording import Answer, Arrival, Cut, Recorder, UnderWay
+from pagedkv.engine.recording import Answer, Cut, Recorder, UnderWay
+from pagedkv.engine.request import Listener, Request, Sample
 from pagedkv.engine.sampling import NotFinite, SamplerState, sample
 from pagedkv.engine.sampling_params import SamplingParams
-from pagedkv.engine.stopping import Finish, OutputText, Progress, output_limit
+from pagedkv.engine.statistics import EngineStatistics, StepTimes
+from pagedkv.engine.stopping import OutputText, output_limit
 from pagedkv.errors import InvalidInput
 from pagedkv.memory.block_key import Namespace
-from pagedkv.scheduling.continuous import CHOSEN_LATER, Batch, Scheduler, SchedulerStatistics
+from pagedkv.scheduling.continuous import CHOSEN_LATER, Batch, Scheduler
 from pagedkv.scheduling.limits import SchedulerConfig
 
 RECORDED_AHEAD = (
     "a run that is scheduled ahead sees ends a step late, which a recording cannot say: record "
     "without ahead"
 )
-
-Listener = Callable[[Chunk], None]
-"""Is told each chunk of a request, in the thread that runs the step; must not block or raise."""
-
-
-@dataclass(frozen=True)
-class EngineStatistics:
-    """What happened since the engine was made."""
-
-    memory: SchedulerStatistics
-    requests: int
-    output_tokens: int
-    step_s: float
-    """Time in steps, all together."""
-    forward_s: float
-    """Of that, the time in the model's forward."""
-    readmitted_tokens: int
-    """Tokens of all sequences when they were admitted again after they had given way."""
-    readmitted_hit_tokens: int
-    """Of those, the ones that were cached still."""
-
-    @property
-    def output_tokens_per_s(self) -> float:
-        """Tokens generated a second of time in steps; 0 before any."""
-        return self.output_tokens / self.step_s if self.step_s else 0.0
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """Where the time of one step went, in seconds."""
-
-    scheduling_s: float
-    """Deciding who computes what, and where it goes."""
-    forward_s: float
-    sampling_s: float
-    """Choosing a token for each sequence that was due one."""
-    total_s: float
-    """All of it: committing and the text of the tokens too."""
-
-
-class Request:
-    """A prompt on its way; `generation` is what has come of it so far."""
-
-    def __init__(
-        self,
-        prompt: str | None,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        max_new_tokens: int,
-        listener: Listener | None,
-    ) -> None:
-        self.prompt = prompt
-        self.prompt_ids = tuple(prompt_ids)
-        self.params = params
-        self.max_new_tokens = max_new_tokens
-        self.listener = listener
-        self.samples: list[_Sample] = []
-        self.arrival: Arrival | None = None
-        self.num_cached_tokens: int | None = None
-        """Tokens found in the cache when it was first admitted; None before."""
-        self.admitted_s: float | None = None
-        """When that was, by the engine's clock."""
-        self.num_preemptions = 0
-        """How often one of its samples gave way."""
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        if params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether all samples have ended."""
-        return all(sample.is_finished for sample in self.samples)
-
-    def generation(self) -> Generation:
-        """All samples so far; one that goes on counts as aborted."""
-        logprobs = self.prompt_logprobs
-        return Generation(
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_ids,
-            completions=tuple(sample.completion() for sample in self.samples),
-            num_cached_tokens=self.num_cached_tokens or 0,
-            prompt_logprobs=None if logprobs is None else tuple(logprobs),
-        )
-
-
-class _Sample:
-    """One answer that is being written."""
-
-    __slots__ = ("cut", "index", "logprobs", "output", "request", "sequence", "state", "token_ids")
-
-    def __init__(
-        self, request: Request, index: int, sequence: int, state: SamplerState, output: OutputText
-    ) -> None:
-        self.request = request
-        self.index = index
-        self.sequence = sequence
-        self.state = state
-        self.output = output
-        self.cut: Cut | None = None
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] | None = None
-        if request.params.logprobs is not None:
-            self.logprobs = []
-
-    @property
-    def is_finished(self) -> bool:
-        return self.output.finish is not None
-
-    def completion(self) -> Completion:
-        finish = self.output.finish or Finish("abort")
-        return Completion(
-            sample=self.index,
-            text=self.output.text,
-            token_ids=tuple(self.token_ids),
-            finish_reason=finish.reason,
-            stop_reason=finish.stop,
-            logprobs=None if self.logprobs is None else tuple(self.logprobs),
-        )
-
-    def tell(
-        self, progress: Progress, token_ids: tuple[int, ...], logprob: TokenLogprob | None
-    ) -> None:
-        """Tell the request's listener what is new."""
-        if self.request.listener is not None:
-            self.request.listener(
-                Chunk(
-                    sample=self.index,
-                    text=progress.text,
-                    token_ids=token_ids,
-                    logprobs=None if logprob is None else (logprob,),
-                    finish_reason=None if progress.finish is None else progress.finish.reason,
-                )
-            )
 
 
 class _NoText:
@@ -255,7 +122,7 @@ class Engine:
         # On a CPU the sampler of the host is the faster one.
         self._chooses_on_device = ahead or model.device.type == "cuda"
         self._begun: deque[BegunStep] = deque()  # in the order in which they will be concluded
-        self._samples: dict[int, _Sample] = {}  # by sequence
+        self._samples: dict[int, Sample] = {}  # by sequence
         self._beams: dict[int, BeamRequest] = {}  # by sequence
         self._num_requests = 0
         self._output_tokens = 0
@@ -327,7 +194,7 @@ class Engine:
                 eos_token_ids=self.end_token_ids,
                 limit=limit,
             )
-            made = _Sample(request, index, sequence, state, output)
+            made = Sample(request, index, sequence, state, output)
             request.samples.append(made)
             self._samples[sequence] = made
         self._num_requests += 1
@@ -558,7 +425,7 @@ class Engine:
         return StepTimes(scheduling_s, forward_s, sampling_s, total_s)
 
     def _chosen(
-        self, step: BegunStep, places: list[int], members: list[_Sample]
+        self, step: BegunStep, places: list[int], members: list[Sample]
     ) -> tuple[NDArray[np.int64], tuple[TokenLogprob | None, ...]]:
         """What each sequence that is due says, int64 [k], and what is to be told of `members`.
 
@@ -738,7 +605,7 @@ class Engine:
             return _NoText()
         return self._texts.stream(skip_special_tokens=skip_special_tokens, prompt_ids=prompt_ids)
 
-    def _drop(self, samples: list[_Sample], cut: Cut) -> None:
+    def _drop(self, samples: list[Sample], cut: Cut) -> None:
         """Nobody goes on with these samples: their sequences are gone."""
         for member in samples:
             del self._samples[member.sequence]
@@ -746,7 +613,7 @@ class Engine:
             member.tell(member.output.abort(), (), None)
         self._record(samples)
 
-    def _record(self, ended: list[_Sample]) -> None:
+    def _record(self, ended: list[Sample]) -> None:
         """Write down the requests that ended with these samples."""
         if self._recorder is None:
             return

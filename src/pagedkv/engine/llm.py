@@ -16,7 +16,7 @@ from pagedkv.engine.architectures import llama4_scale
 from pagedkv.engine.beam_request import BeamRequest
 from pagedkv.engine.beam_search import BeamSearchParams
 from pagedkv.engine.chat import chat_token_ids
-from pagedkv.engine.core import RECORDED_AHEAD, Engine, EngineStatistics, Request
+from pagedkv.engine.core import RECORDED_AHEAD, Engine
 from pagedkv.engine.detokenizer import TokenTexts
 from pagedkv.engine.device import give_back_unused, parse_device
 from pagedkv.engine.graphs import CUDACapture
@@ -26,7 +26,9 @@ from pagedkv.engine.memory_budget import AUTO, MemoryBudget, check_sizes, format
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.outputs import BeamGeneration, Chunk, Generation
 from pagedkv.engine.recording import Recorder, check_is_new
+from pagedkv.engine.request import Request
 from pagedkv.engine.sampling_params import SamplingParams
+from pagedkv.engine.statistics import EngineStatistics
 from pagedkv.errors import InvalidInput
 from pagedkv.memory.block_key import Namespace
 from pagedkv.scheduling.limits import SchedulerConfig

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from dataclasses import dataclass
 from typing import Any
 
-from pagedkv.engine.core import Request
 from pagedkv.engine.outputs import Chunk
+from pagedkv.engine.request import Request
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.errors import InvalidInput
 from pagedkv.server.errors import ApiError, from_invalid_input

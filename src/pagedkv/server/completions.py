@@ -6,8 +6,8 @@ import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from pagedkv.engine.core import Request
 from pagedkv.engine.outputs import Chunk, Completion
+from pagedkv.engine.request import Request
 from pagedkv.server.answers import Ask, Heading, answer_events, usage
 from pagedkv.server.completion_schema import CompletionRequest
 from pagedkv.server.exchange import Exchange

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from pagedkv.engine.core import Request, StepTimes
 from pagedkv.engine.outputs import Chunk
+from pagedkv.engine.request import Request
+from pagedkv.engine.statistics import StepTimes
 from pagedkv.server.vllm_metrics import vllm_metrics
 
 if TYPE_CHECKING:
-    from pagedkv.engine.core import EngineStatistics
+    from pagedkv.engine.statistics import EngineStatistics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

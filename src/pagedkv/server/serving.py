@@ -24,8 +24,9 @@ from pagedkv.server.limits import ServerLimits
 from pagedkv.server.metrics import AnswerTimes, Metrics
 
 if TYPE_CHECKING:
-    from pagedkv.engine.core import Engine, StepTimes
+    from pagedkv.engine.core import Engine
     from pagedkv.engine.llm import LLM
+    from pagedkv.engine.statistics import StepTimes
 
 _LOG = logging.getLogger("pagedkv.server")
 
