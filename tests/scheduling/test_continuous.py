@@ -152,7 +152,10 @@ def test_everybody_reads_what_belongs_to_them_whatever_comes_and_goes(
             continue
         group = run.add(prompt, answer, samples)
         if leaves > 20:
-            doomed.setdefault(step + leaves - 20, []).append(group)
+            # Some samples of a group, and then the others.
+            some = group[leaves % len(group) :]
+            doomed.setdefault(step + leaves - 20, []).append(some)
+            doomed.setdefault(step + leaves - 20 + leaves % 3, []).append(group)
         else:
             expected.update({s: alone(prompt, answer, i) for i, s in enumerate(group)})
     run.finish_all()
@@ -280,6 +283,20 @@ def test_a_sample_cancelled_before_its_fork_ends_after_it_and_the_others_go_on()
     assert run.scheduler.statistics().used_blocks == 0
     for i in (0, 2):
         assert run.tokens[group[i]] == alone([1, 2, 3, 4] * 3, 4, i)
+
+
+def test_a_sample_that_was_to_end_after_its_fork_ends_with_whom_it_would_have_forked_from() -> None:
+    scheduler = Scheduler(20, SchedulerConfig(watermark=0.0), block_size=4, max_model_len=40)
+    first, second = scheduler.add([1, 2, 3], max_new_tokens=5, num_samples=2)
+    scheduler.cancel([second])
+    scheduler.cancel([first])
+    assert scheduler.is_idle
+    [other] = scheduler.add([4, 5, 6], max_new_tokens=5)
+    assert scheduler.schedule().sequences.tolist() == [other]
+    scheduler.commit([7])
+    scheduler.finish([other])
+    scheduler.verify()
+    assert scheduler.statistics().used_blocks == 0
 
 
 def test_an_abandoned_step_publishes_nothing_and_leaves_the_others() -> None:

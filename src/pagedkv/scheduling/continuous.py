@@ -801,6 +801,8 @@ class Scheduler:
         if self._under_way:
             self._doomed.update(columns)
         else:
+            # One that was to end once it had forked ends now, if there will be no fork.
+            self._doomed.difference_update(columns)
             self._doomed.update(expected)
             self._end([s for s in columns if s not in self._doomed])
 
