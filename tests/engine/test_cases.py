@@ -282,3 +282,24 @@ def test_requests_without_a_seed_differ_and_the_engines_seed_repeats_them() -> N
     first = run(0)
     assert first[0] != first[1]
     assert run(0) == first != run(1)
+
+
+def test_what_the_host_prepares_does_not_count_as_the_forward() -> None:
+    now_s = 0.0
+
+    def later(seconds: float, work: Any) -> Any:
+        def done(*arguments: Any) -> Any:
+            nonlocal now_s
+            now_s += seconds
+            return work(*arguments)
+
+        return done
+
+    model = PagedModel(tiny_model("llama"))
+    running = TinyEngine(model, 40, clock=lambda: now_s)
+    running.storage.plan = later(2.0, running.storage.plan)  # type: ignore[method-assign]
+    model.forward = later(4.0, model.forward)  # type: ignore[method-assign]
+    running.add(prompt(1, 5), greedy(3))
+    running.step()
+    assert running.last_step is not None
+    assert (running.last_step.forward_s, running.last_step.total_s) == (4.0, 6.0)

@@ -173,3 +173,27 @@ def test_logits_of_some_rows_are_those_rows() -> None:
     whole = running.graphs.logits(2, batch, np.arange(2), None).clone()
     part = running.graphs.logits(2, batch, np.array([1]), None)
     assert torch.equal(part, whole[1:])
+
+
+def test_filling_the_buffers_does_not_count_as_the_forward() -> None:
+    now_s = 0.0
+
+    def later(seconds: float, work: Any) -> Any:
+        def done(*arguments: Any) -> Any:
+            nonlocal now_s
+            now_s += seconds
+            return work(*arguments)
+
+        return done
+
+    running = engine(ahead=False, clock=lambda: now_s)
+    running.add(prompt(1, 5), greedy(3))
+    running.step()
+    assert running.graphs is not None
+    graph = running.graphs._graphs[1]
+    graph._plan.update = later(2.0, graph._plan.update)
+    graph._replay = later(4.0, graph._replay)
+    running.step()
+    assert running.last_step is not None and running.last_step.total_s == 6.0
+    if DEVICE == "cpu":
+        assert running.last_step.forward_s == 4.0

@@ -32,7 +32,6 @@ class BegunStep:
     last: BegunStep | None
     """The step that ran when this was scheduled, until this one has taken its tokens."""
     scheduling_s: float
-    forward_s: float = 0.0
     rows: NDArray[np.int64] = field(default_factory=_no_rows)
     """The places in the batch whose logits there are, ascending."""
     all_logits: torch.Tensor = field(default_factory=_nothing)

@@ -333,18 +333,14 @@ class Engine:
         batch = step.batch
         step.rows, inverse = self._rows(batch)
         step.reports = self._prompts_to_report(batch)
-        step.forward_time = ForwardTime(self.model.device)
-        start_s = self._clock()
-        step.forward_time.start()
+        step.forward_time = ForwardTime(self.model.device, self._clock)
         said = None if step.last is None else step.last.said
         # What a graph says is overwritten by the next one, and reports are read after that.
         size = None if self.graphs is None or step.reports else self.graphs.size_for(batch)
         if self.graphs is not None and size is not None:
-            logits = self.graphs.logits(size, batch, step.rows, said)
+            logits = self.graphs.logits(size, batch, step.rows, said, step.forward_time)
         else:
-            logits = self.model.logits(self.storage, batch, step.rows, said)
-        step.forward_time.stop()
-        step.forward_s = self._clock() - start_s
+            logits = self.model.logits(self.storage, batch, step.rows, said, step.forward_time)
         step.all_logits = step.logits = logits
         if len(inverse) != len(step.rows) or (inverse[1:] <= inverse[:-1]).any():
             step.logits = logits[inverse]
@@ -388,8 +384,7 @@ class Engine:
                 give_back_unused(self.model.device)
                 raise OutOfDeviceMemory(self.model.device, len(batch.token_ids)) from None
             raise
-        if step.forward_time is not None:
-            step.forward_s = step.forward_time.seconds() or step.forward_s
+        forward_s = 0.0 if step.forward_time is None else step.forward_time.seconds()
         sampling_s = self._clock() - sampling_start_s
         self._begun.popleft()
         self.scheduler.commit(token_ids)
@@ -411,15 +406,15 @@ class Engine:
         for request, beam_step in searches:
             self._go_on(request, beam_step)
         self._output_tokens += num_told
-        times = self._times(step, sampling_s)
+        times = self._times(step, forward_s, sampling_s)
         self._forward_s += times.forward_s
         self._step_s += times.total_s
         self.last_step = times
 
-    def _times(self, step: BegunStep, sampling_s: float) -> StepTimes:
+    def _times(self, step: BegunStep, forward_s: float, sampling_s: float) -> StepTimes:
         """What the host does while the device computes takes no time of its own."""
         total_s = self._clock() - self._step_start_s
-        forward_s = min(step.forward_s, total_s)
+        forward_s = min(forward_s, total_s)
         scheduling_s = min(step.scheduling_s, total_s - forward_s)
         sampling_s = min(sampling_s, total_s - forward_s - scheduling_s)
         return StepTimes(scheduling_s, forward_s, sampling_s, total_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -122,26 +123,38 @@ class Read:
 
 
 class ForwardTime:
-    """How long the model computes, by the device's own clock where that runs by itself."""
+    """How long the model computes, by the device's own clock where that runs by itself.
 
-    def __init__(self, device: torch.device) -> None:
+    A context around no more than the forward itself: what comes before it, like planning and
+    copying, is the host's time, and a device that has nothing else to do waits for it.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
+        """`clock` tells the host's seconds."""
         self._marks: list[torch.cuda.Event] = []
         if device.type == "cuda":
             self._marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._clock = clock
+        self._start_s = 0.0
+        self._host_s: float | None = None
 
-    def start(self) -> None:
+    def __enter__(self) -> None:
         """The model begins."""
         if self._marks:
             self._marks[0].record()
+        self._start_s = self._clock()
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """All that the model does has been asked for."""
+        self._host_s = self._clock() - self._start_s
         if self._marks:
             self._marks[1].record()
 
-    def seconds(self) -> float | None:
-        """Between the two, once the device is that far; None where only the host can tell."""
+    def seconds(self) -> float:
+        """Between the two, once the device is that far; 0 where nothing began."""
+        if self._host_s is None:
+            return 0.0
         if not self._marks:
-            return None
+            return self._host_s
         self._marks[1].synchronize()
         return float(self._marks[0].elapsed_time(self._marks[1])) / 1e3

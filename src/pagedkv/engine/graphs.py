@@ -14,6 +14,7 @@ smallest graph that it fits into; what is left over of that computes for nobody:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -116,11 +117,16 @@ class DecodeGraphs:
         return size if size is not None and self._graphs[size].has_room_for(batch) else None
 
     def logits(
-        self, size: int, batch: Batch, rows: NDArray[np.int64], said: torch.Tensor | None
+        self,
+        size: int,
+        batch: Batch,
+        rows: NDArray[np.int64],
+        said: torch.Tensor | None = None,
+        timed: AbstractContextManager[None] | None = None,
     ) -> torch.Tensor:
         """What `PagedModel.logits` gives. They are overwritten by the next replay of any size."""
         self.num_replays += 1
-        self._graphs[size].replay(batch, said)
+        self._graphs[size].replay(batch, said, timed or nullcontext())
         assert self._logits is not None
         if len(rows) == len(batch.sequences):
             return self._logits[: len(rows)]
@@ -156,8 +162,10 @@ class _Graph:
         return int((-(-batch.lengths // self._storage.block_size)).sum()) <= self._most_blocks
 
     @torch.inference_mode()
-    def replay(self, batch: Batch, said: torch.Tensor | None) -> None:
-        """Compute `batch`, all on the current stream."""
+    def replay(
+        self, batch: Batch, said: torch.Tensor | None, timed: AbstractContextManager[None]
+    ) -> None:
+        """Compute `batch`, all on the current stream; within `timed` the graph itself."""
         n, u = len(batch.sequences), len(batch.awaited)
         if len(batch.copies):
             self._storage.copy_blocks(batch.copies)
@@ -176,4 +184,5 @@ class _Graph:
             )
             self._inputs[0].index_copy_(0, places, said[sources])
         self._plan.update(batch.block_tables, batch.lengths)
-        self._replay()
+        with timed:
+            self._replay()

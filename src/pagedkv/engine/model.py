@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -70,11 +71,12 @@ class PagedModel:
         batch: Batch,
         rows: NDArray[np.int64],
         said: torch.Tensor | None = None,
+        timed: AbstractContextManager[None] | None = None,
     ) -> torch.Tensor:
         """Compute `batch`; the logits [len(rows), vocab] after its tokens at `rows`, ascending.
 
         `said` int64 [k]: what the sequences that were due a token in the step before have said,
-        for `batch.awaited`.
+        for `batch.awaited`. `timed` is entered for the forward, when all that it needs is ready.
 
         On the model's device, which need not have computed them yet; float32 on the CPU, and in
         the model's dtype on others. Keys and values of all tokens of the batch are in `storage`
@@ -96,7 +98,8 @@ class PagedModel:
             token_ids = token_ids.index_copy(0, at, said[taken])
         plan = storage.plan(batch.block_tables, batch.lengths, batch.query_starts)
         attention = StepAttention(storage, self.places, slots, plan)
-        logits = self.forward(token_ids, positions, kept, attention)[: len(rows)]
+        with timed or nullcontext():
+            logits = self.forward(token_ids, positions, kept, attention)[: len(rows)]
         return logits if self.device.type == "cuda" else logits.float()
 
     def forward(
