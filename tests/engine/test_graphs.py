@@ -7,8 +7,10 @@ does: whatever stands wrong in them, or is still there from the last batch, is c
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -197,3 +199,112 @@ def test_filling_the_buffers_does_not_count_as_the_forward() -> None:
     assert running.last_step is not None and running.last_step.total_s == 6.0
     if DEVICE == "cpu":
         assert running.last_step.forward_s == 4.0
+
+
+class Device:
+    """What `CUDACapture` asks of torch, without a device: as torch 2.13 does it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.current: Any = Stream("own")
+        self.mode = 0
+        self.log: list[str] = []
+        self.is_capturing = False
+        self.num_streams = 0
+        cuda = torch.cuda
+        patch.setattr(cuda, "device", lambda device: nullcontext())
+        patch.setattr(cuda, "graph_pool_handle", lambda: "pool")
+        patch.setattr(cuda, "Stream", self.new_stream)
+        patch.setattr(cuda, "CUDAGraph", lambda: SimpleNamespace(replay=self.work))
+        patch.setattr(cuda, "current_stream", lambda: self.current)
+        patch.setattr(cuda, "set_stream", self.set_stream)
+        patch.setattr(cuda, "synchronize", lambda: None)
+        patch.setattr(cuda, "stream", self.stream)
+        patch.setattr(cuda, "graph", self.graph)
+        patch.setattr(cuda, "get_sync_debug_mode", lambda: self.mode)
+        patch.setattr(cuda, "set_sync_debug_mode", self.set_mode)
+
+    def new_stream(self) -> Any:
+        self.num_streams += 1
+        return Stream("aside")
+
+    def set_stream(self, stream: Any) -> None:
+        self.current = stream
+
+    def set_mode(self, mode: int | str) -> None:
+        self.mode = 2 if mode == "error" else int(mode)
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(
+        self, graph: Any, *, pool: Any, stream: Any, capture_error_mode: str
+    ) -> Iterator[None]:
+        before, self.current = self.current, stream
+        self.is_capturing = True
+        try:
+            yield
+        except BaseException:
+            raise RuntimeError("capture_end failed") from None  # and so does not go back
+        finally:
+            self.is_capturing = False
+        self.current = before
+
+    def work(self) -> None:
+        """A step that waits for nothing."""
+        self.log.append(f"{self.current.name} {self.mode} {self.is_capturing}")
+
+
+class Stream:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+
+def test_steps_are_run_before_they_are_captured_all_on_one_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device(monkeypatch)
+    captures = CUDACapture(torch.device("cuda", 0))
+    for _ in range(2):
+        captures(device.work)
+    each = ["aside 0 False", "aside 2 False", "aside 0 True"]
+    assert device.log == each * 2
+    assert (device.num_streams, device.current.name, device.mode) == (1, "own", 0)
+
+
+def test_a_step_that_looks_at_its_own_numbers_is_found_before_it_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device(monkeypatch)
+
+    def looks() -> None:
+        device.work()
+        if device.mode == 2:
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        CUDACapture(torch.device("cuda", 0))(looks)
+    assert device.log == ["aside 0 False", "aside 2 False"]
+    assert (device.current.name, device.mode) == ("own", 0)
+
+
+def test_a_capture_that_fails_leaves_the_thread_on_its_own_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device(monkeypatch)
+
+    def refuses() -> None:
+        if device.is_capturing:
+            raise RuntimeError("not permitted")
+
+    with pytest.raises(RuntimeError, match="capture_end failed"):
+        CUDACapture(torch.device("cuda", 0))(refuses)
+    assert (device.current.name, device.mode) == ("own", 0)

@@ -13,14 +13,15 @@ smallest graph that it fits into; what is left over of that computes for nobody:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pagedkv.engine.device import uploaded
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.paged_attention import StepAttention
 from pagedkv.memory.block_table import blocks_for
@@ -50,21 +51,56 @@ class CUDACapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.device(device):
+            # One for all graphs: libraries keep a workspace for every stream that they have seen.
+            self._aside = torch.cuda.Stream()
 
     def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Run `compute` once, so that all is compiled and made that is made once; then capture."""
+        """Run `compute`, so that all is compiled and made that is made once; then capture.
+
+        One that waits for the device fails before anything is captured. Whatever fails, the
+        thread is on the stream again that it was on.
+        """
         with torch.cuda.device(self._device):
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
-                compute()
-            torch.cuda.current_stream().wait_stream(aside)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                compute()
+            before = torch.cuda.current_stream()
+            try:
+                graph = self._captured(compute, before)
+            except BaseException:
+                # Torch leaves a capture that failed without going back, and may still take it to be
+                # under way, in which no unused memory can be given back.
+                torch.cuda.set_stream(before)
+                with suppress(Exception):
+                    torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+                raise
         replay: Callable[[], None] = graph.replay
         return replay
+
+    def _captured(self, compute: Callable[[], None], before: Any) -> torch.cuda.CUDAGraph:
+        self._aside.wait_stream(before)
+        with torch.cuda.stream(self._aside):
+            compute()
+            with _waiting_fails():
+                compute()
+        before.wait_stream(self._aside)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may do what they like meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"
+        ):
+            compute()
+        return graph
+
+
+@contextmanager
+def _waiting_fails() -> Iterator[None]:
+    """Within, torch raises where the host would wait for the device."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 class DecodeGraphs:
@@ -130,7 +166,8 @@ class DecodeGraphs:
         assert self._logits is not None
         if len(rows) == len(batch.sequences):
             return self._logits[: len(rows)]
-        return self._logits[torch.from_numpy(rows).to(self._logits.device)]
+        (there,) = uploaded([rows], self._logits.device)
+        return self._logits[there]
 
 
 class _Graph:
