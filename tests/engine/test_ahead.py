@@ -307,6 +307,30 @@ def test_memory_that_runs_out_while_a_token_is_chosen_ends_the_step_too(
     assert len(running.answers([prompt(1, 9)], greedy(6))[0]) == 6
 
 
+def test_memory_that_is_there_again_when_a_token_is_chosen_once_more_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, calls = core.on_host, []
+
+    def full(tensor: torch.Tensor) -> torch.Tensor:
+        calls.append(tensor)
+        if len(calls) == 2:  # five prompt tokens are noted by then
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+        return real(tensor)
+
+    monkeypatch.setattr(core, "_REPORTED_ROWS", 5)
+    said = []
+    for is_scarce in (False, True):
+        running = engine(ahead=False)
+        request = running.add(prompt(1, 9), greedy(4, prompt_logprobs=0))
+        if is_scarce:
+            monkeypatch.setattr(core, "on_host", full)
+        running.finish_all()
+        said.append((tokens_of(request), request.prompt_logprobs))
+    assert len(calls) > 2 and max(len(tensor) for tensor in calls) <= 5
+    assert said[0] == said[1] and len(said[1][1] or ()) == 9
+
+
 def test_who_generates_and_who_streams_get_the_same_from_an_llm_that_schedules_ahead(
     tmp_path: Path,
 ) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from models.tiny_engine import TinyEngine, greedy, tokens_of
 from models.tiny_models import MAX_LENGTH, VOCABULARY, generated, tiny_model
+from pagedkv.engine import core
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.sampling import NotFinite
 from pagedkv.engine.sampling_params import SamplingParams
@@ -196,8 +197,11 @@ def test_a_token_outside_the_vocabulary_is_refused() -> None:
             engine().add([5, bad], greedy(1))
 
 
-@pytest.mark.parametrize("budget", [5, 64])
-def test_log_probabilities_of_a_prompt_are_right_although_it_is_cached(budget: int) -> None:
+@pytest.mark.parametrize(("budget", "at_once"), [(5, 256), (64, 256), (64, 4)])
+def test_log_probabilities_of_a_prompt_are_right_although_it_is_cached(
+    budget: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "_REPORTED_ROWS", at_once)
     ids = prompt(1, 22)
     running = engine(9, budget=budget, seats=2)
     running.add(ids, greedy(1))

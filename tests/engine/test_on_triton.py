@@ -34,6 +34,9 @@ def prompt(seed: int, length: int) -> list[int]:
 
 PROMPTS = [prompt(1, 9), prompt(1, 9)[:6] + prompt(2, 4), prompt(3, 2)]
 
+MIXTURES = ("gpt_oss", "deepseek_v3")
+"""Models of experts."""
+
 
 def again(compute: Callable[[], None]) -> Callable[[], None]:
     """Captures a step as a graph does, by computing it anew on the same buffers."""
@@ -65,7 +68,11 @@ def test_an_architecture_says_on_the_device_what_it_says_on_the_cpu(
     running = TinyEngine(
         on_device(model_type, **changes), 7, budget=9, seats=3, ahead=ahead, capture=capture
     )
-    assert running.graph_problem is None
+    if DEVICE != "cpu" and model_type in MIXTURES and running.graph_problem is not None:
+        # In float32 torch may multiply one expert after the other, whose sizes the host reads.
+        assert f"of {model_type} cannot be captured" in running.graph_problem
+    else:
+        assert running.graph_problem is None
     assert running.answers(PROMPTS, greedy(5)) == expected
     assert running.scheduler.statistics().used_blocks == 0
 
@@ -79,3 +86,24 @@ def test_samples_that_fork_and_draw_get_the_same_on_the_device() -> None:
         running.finish_all()
         found.append([c.token_ids for c in request.generation().completions])
     assert found[0] == found[1] and len(set(found[0])) == 3
+
+
+def test_small_steps_take_every_size_of_tile_and_leave_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    running = TinyEngine(on_device("llama", num_hidden_layers=1), 40, budget=64)
+    storage, tiles = running.storage, set()
+    attend = storage.attend_planned
+
+    def noted(layer: int, q: Any, plan: Any, **options: Any) -> Any:
+        out = attend(layer, q, plan, **options)
+        tiles.update(launch.tile for cut in plan._cuts.values() for launch in cut.launches)
+        return out
+
+    monkeypatch.setattr(storage, "attend_planned", noted)
+    running._compile_kernels()
+    (kind,) = storage._kinds
+    assert tiles == set(storage._machine.tiles(kind))
+    monkeypatch.undo()
+    expected = TinyEngine(tiny_model("llama", num_hidden_layers=1), 40).answers(PROMPTS, greedy(5))
+    assert running.answers(PROMPTS, greedy(5)) == expected

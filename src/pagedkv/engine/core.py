@@ -17,6 +17,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -33,10 +35,12 @@ from pagedkv.engine.device import (
     current,
     give_back_unused,
     on_host,
+    uploaded,
 )
 from pagedkv.engine.device_sampling import choose_greedily, chooses_on_device, sample_on_device
 from pagedkv.engine.graphs import Capture, DecodeGraphs, ladder
 from pagedkv.engine.logprobs import TokenLogprob, log_probabilities, prompt_logprobs
+from pagedkv.engine.measuring import largest_step
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.random_stream import request_seed
 from pagedkv.engine.recording import Answer, Cut, Recorder, UnderWay
@@ -54,6 +58,19 @@ RECORDED_AHEAD = (
     "a run that is scheduled ahead sees ends a step late, which a recording cannot say: record "
     "without ahead"
 )
+
+_REPORTED_ROWS = 256
+"""Logits of a prompt that are made float32 and read at a time: all of them can be gigabytes."""
+
+_SMALL_STEPS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Tokens of each."""
+
+_Said: TypeAlias = tuple[
+    NDArray[np.int64],
+    tuple[TokenLogprob | None, ...],
+    list[tuple[BeamRequest, BeamStep | None]],
+]
+"""The token of each sequence that is due, what is to be told of these, and how searches go on."""
 
 
 class _NoText:
@@ -112,6 +129,8 @@ class Engine:
         self.graph_problem: str | None = None
         if capture is not None:
             self._capture_steps(capture)
+        if model.device.type == "cuda":
+            self._compile_kernels()
         self.end_token_ids = end_token_ids
         self._texts = texts
         self._seed = seed
@@ -149,7 +168,23 @@ class Engine:
                 f"decode steps of {self.model.config.model_type} cannot be captured as graphs, "
                 f"and are computed without: {lines[0]}"
             )
-            give_back_unused(self.model.device)
+            with suppress(RuntimeError):  # a capture that broke off can leave torch unable to
+                give_back_unused(self.model.device)
+
+    def _compile_kernels(self) -> None:
+        """Run small steps of every size of tile, so that no request waits for a compiler.
+
+        Nobody holds a block yet, so any of them may be written.
+        """
+        slots = self.scheduler.num_blocks * self.scheduler.block_size
+        most = min(self.scheduler.config.max_num_batched_tokens, self.max_model_len, slots)
+        # Rows of a tile are tokens times heads: one of these is within any tile of any model.
+        for num_tokens in (size for size in _SMALL_STEPS if size <= most):
+            config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=num_tokens)
+            batch = largest_step(
+                config, block_size=self.scheduler.block_size, max_model_len=self.max_model_len
+            )
+            self.model.logits(self.storage, batch, batch.due_rows)
 
     @property
     def is_idle(self) -> bool:
@@ -343,7 +378,8 @@ class Engine:
             logits = self.model.logits(self.storage, batch, step.rows, said, step.forward_time)
         step.all_logits = step.logits = logits
         if len(inverse) != len(step.rows) or (inverse[1:] <= inverse[:-1]).any():
-            step.logits = logits[inverse]
+            (there,) = uploaded([inverse], logits.device)
+            step.logits = logits[there]
         if self._chooses_on_device and self._can_choose_on_device(batch):
             step.said, is_finite = choose_greedily(step.logits)
             step.read = Read(torch.stack([step.said, is_finite.long()]))
@@ -365,13 +401,15 @@ class Engine:
         try:
             if step.failure is not None:
                 raise step.failure
-            self._note_prompt_logprobs(step)
             due = batch.due.tolist()
             places = [i for i, sequence in enumerate(due) if sequence in self._samples]
             members = [self._samples[due[i]] for i in places]
             num_told = len(members) + sum(sequence in self._beams for sequence in due)
-            token_ids, logprobs = self._chosen(step, places, members)
-            searches = self._search(due, step.logits)
+            said = self._read(step, places, members)
+            if said is None:
+                give_back_unused(self.model.device)
+                said = self._all_said(step, places, members)
+            token_ids, logprobs, searches = said
         except BaseException as failure:
             self._begun.popleft()
             failed = Cut(self.scheduler.num_steps - 1, by_failure=True)
@@ -410,6 +448,20 @@ class Engine:
         self._forward_s += times.forward_s
         self._step_s += times.total_s
         self.last_step = times
+
+    def _read(self, step: BegunStep, places: list[int], members: list[Sample]) -> _Said | None:
+        """`_all_said`; None if there was no memory for it, and then nothing of the try is held."""
+        try:
+            return self._all_said(step, places, members)
+        except torch.OutOfMemoryError:
+            return None
+
+    def _all_said(self, step: BegunStep, places: list[int], members: list[Sample]) -> _Said:
+        """Read what a step says. Until all is on the host, nothing is noted that a second try would
+        note again."""
+        self._note_prompt_logprobs(step)
+        token_ids, logprobs = self._chosen(step, places, members)
+        return token_ids, logprobs, self._search(step.batch.due.tolist(), step.logits)
 
     def _times(self, step: BegunStep, forward_s: float, sampling_s: float) -> StepTimes:
         """What the host does while the device computes takes no time of its own."""
@@ -585,15 +637,17 @@ class Engine:
             position = int(batch.positions[start])
             stop = min(stop, start + len(request.prompt_ids) - 1 - position)
             first = int(np.searchsorted(rows, start))
-            found = prompt_logprobs(
-                on_host(logits[first : first + stop - start]).numpy(),
-                request.prompt_ids,
-                start=position,
-                num_top=request.params.prompt_logprobs or 0,
-            )
             known = request.prompt_logprobs or []
-            # After a preemption some are computed a second time.
-            known += found[len(known) - 1 - position :]
+            for part in logits[first : first + stop - start].split(_REPORTED_ROWS):
+                found = prompt_logprobs(
+                    on_host(part).numpy(),
+                    request.prompt_ids,
+                    start=position,
+                    num_top=request.params.prompt_logprobs or 0,
+                )
+                # After a preemption some are computed a second time.
+                known += found[max(len(known) - 1 - position, 0) :]
+                position += len(part)
 
     def _detokenizer(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Detokenizer:
         if self._texts is None:
