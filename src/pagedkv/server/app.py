@@ -21,7 +21,10 @@ from pagedkv.server.tokenizing import add_tokenizing
 
 
 def create_app(serving: Serving) -> FastAPI:
-    """The application of a server that answers with `serving`; `app.state.serving` is it."""
+    """The application of a server that answers with `serving`; `app.state.serving` is it.
+
+    `app.state.reader` makes token ids of its prompts, and is to be closed.
+    """
     app = FastAPI(title="pagedkv", version=__version__, docs_url=None, redoc_url=None)
     app.state.serving = serving
     app.add_exception_handler(ApiError, answer_api_error)
@@ -31,8 +34,11 @@ def create_app(serving: Serving) -> FastAPI:
     app.add_exception_handler(Exception, _answer_failure)
     llm = serving.llm
     reader = PromptReader(
-        llm.tokenizer, max_tokens=serving.limits.max_prompt_tokens or llm.max_model_len
+        llm.tokenizer,
+        max_tokens=serving.limits.max_prompt_tokens or llm.max_model_len,
+        queue=serving.reading,
     )
+    app.state.reader = reader
     names = None if llm.tokenizer is None else TokenNames(TokenTexts(llm.tokenizer))
     add_generation(app, serving, reader, names)
     add_tokenizing(app, serving, reader)

@@ -6,6 +6,8 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+from starlette.types import Receive
+
 from pagedkv.engine.outputs import Chunk, Completion
 from pagedkv.engine.request import Request
 from pagedkv.server.answers import Ask, Heading, answer_events, usage
@@ -15,10 +17,11 @@ from pagedkv.server.logprob_shapes import TokenNames, chat_logprobs
 from pagedkv.server.prompts import PromptReader
 
 
-async def chat_prompt(body: ChatRequest, reader: PromptReader) -> list[int]:
-    """The token ids of a chat. Raises `ApiError`."""
+async def chat_prompt(body: ChatRequest, reader: PromptReader, receive: Receive) -> list[int]:
+    """The token ids of a chat. Raises `ApiError`, `ClientLeft`."""
     ids = await reader.chat(
         template_messages(body.messages),
+        receive,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         template_arguments=body.chat_template_kwargs,

@@ -6,6 +6,8 @@ import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
+from starlette.types import Receive
+
 from pagedkv.engine.outputs import Chunk, Completion
 from pagedkv.engine.request import Request
 from pagedkv.server.answers import Ask, Heading, answer_events, usage
@@ -16,17 +18,18 @@ from pagedkv.server.prompts import PromptReader
 
 
 async def completion_prompts(
-    body: CompletionRequest, reader: PromptReader
+    body: CompletionRequest, reader: PromptReader, receive: Receive
 ) -> tuple[list[list[int]], list[str]]:
     """The token ids of all prompts, and, where they are to be told back, their texts.
 
-    Raises `ApiError`.
+    Raises `ApiError`, `ClientLeft`.
     """
     prompts = body.prompts
     found = [prompt for prompt in prompts if not isinstance(prompt, str)]
     if not found:
         found = await reader.texts(
             [prompt for prompt in prompts if isinstance(prompt, str)],
+            receive,
             param="prompt",
             add_special_tokens=body.add_special_tokens,
         )
@@ -35,7 +38,9 @@ async def completion_prompts(
     texts = []
     if body.echo:
         texts = [
-            prompt if isinstance(prompt, str) else await reader.decoded(prompt, "prompt")
+            prompt
+            if isinstance(prompt, str)
+            else await reader.decoded(prompt, receive, param="prompt")
             for prompt in prompts
         ]
     return found, texts

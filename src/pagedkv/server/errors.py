@@ -60,6 +60,11 @@ class ApiError(Exception):
         return json_response(self.body, status=self.status, headers=self.headers)
 
 
+def shutting_down() -> ApiError:
+    """What whoever comes, or waits, is told while the server ends."""
+    return ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
+
+
 def json_response(
     content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import TypeVar
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from pagedkv.server.exchange import ClientLeft, Exchange
+
+Found = TypeVar("Found")
 
 DONE = b"data: [DONE]\n\n"
 
@@ -58,7 +61,24 @@ async def watched(receive: Receive, exchange: Exchange) -> AsyncIterator[None]:
         exchange.close()
 
 
+async def unless_left(receive: Receive, future: asyncio.Future[Found]) -> Found:
+    """Wait for `future`, and cancel it if the client leaves. Raises `ClientLeft`."""
+    leaving = asyncio.create_task(_until_left(receive))
+    try:
+        await asyncio.wait((future, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not future.done():
+            raise ClientLeft
+        return future.result()
+    finally:
+        leaving.cancel()
+        future.cancel()
+
+
 async def _end_when_left(receive: Receive, exchange: Exchange) -> None:
+    await _until_left(receive)
+    exchange.break_off(ClientLeft())
+
+
+async def _until_left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    exchange.break_off(ClientLeft())

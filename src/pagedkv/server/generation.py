@@ -37,7 +37,7 @@ def add_generation(
         arrived_s = time.perf_counter()
         serving.check_model(body.model)
         ask = chat_ask(body, serving.limits.max_answers)
-        prompt = await chat_prompt(body, reader)
+        prompt = await chat_prompt(body, reader, request.receive)
         exchange = _begun(serving, [prompt], ask, body, arrived_s)
         if not body.stream:
             async with watched(request.receive, exchange):
@@ -53,7 +53,7 @@ def add_generation(
         arrived_s = time.perf_counter()
         serving.check_model(body.model)
         ask = completion_ask(body, serving.limits.max_answers)
-        prompts, texts = await completion_prompts(body, reader)
+        prompts, texts = await completion_prompts(body, reader, request.receive)
         exchange = _begun(serving, prompts, ask, body, arrived_s)
         if not body.stream:
             async with watched(request.receive, exchange):

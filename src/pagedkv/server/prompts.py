@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from starlette.types import Receive
+
 from pagedkv.engine.chat import chat_token_ids
 from pagedkv.errors import InvalidInput
-from pagedkv.server.errors import ApiError
+from pagedkv.server.errors import ApiError, shutting_down
+from pagedkv.server.event_stream import unless_left
 
 _SHORT = 2_000
 """Characters that are tokenized in less time than it takes to ask another thread."""
@@ -29,20 +33,41 @@ Found = TypeVar("Found")
 class PromptReader:
     """A tokenizer for many requests; `max_tokens` is what a prompt may have.
 
-    One thread for all that is long: tokenizers are not safe to use from several.
+    One thread for all that is long: tokenizers are not safe to use from several. Who waits for it
+    holds one of `queue`'s contexts, which refuses where too many wait. Every method takes what
+    tells whether its client is still there (`receive`): what nobody wants any more is not begun.
     """
 
-    def __init__(self, tokenizer: Any, *, max_tokens: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        max_tokens: int,
+        queue: Callable[[], contextlib.AbstractContextManager[object]],
+    ) -> None:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
+        self._queue = queue
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedkv-tokenizer")
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._is_closed = False
+        longest = 0
+        if tokenizer is not None:
+            longest = max(map(len, tokenizer.get_vocab()), default=1)
+        self._max_characters = max_tokens * longest
 
     async def texts(
-        self, texts: Sequence[str], *, param: str, add_special_tokens: bool = True
+        self,
+        texts: Sequence[str],
+        receive: Receive,
+        *,
+        param: str,
+        add_special_tokens: bool = True,
     ) -> list[list[int]]:
-        """The token ids of each text, however many. Raises `ApiError`."""
+        """The token ids of each text, however many. Raises `ApiError`, `ClientLeft`."""
         tokenizer = self._needed(param)
         for text in texts:
+            self._check_characters(len(text), param)
             _check_unicode(text, param)
 
         def tokenize() -> list[list[int]]:
@@ -51,17 +76,18 @@ class PromptReader:
                 for text in texts
             ]
 
-        return await self._run(sum(map(len, texts)), tokenize)
+        return await self._run(sum(map(len, texts)), tokenize, receive)
 
     async def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        receive: Receive,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The token ids of a chat, however many. Raises `ApiError`."""
+        """The token ids of a chat, however many. Raises `ApiError`, `ClientLeft`."""
         tokenizer = self._needed("messages")
         for name in template_arguments or ():
             if name in _NO_VARIABLES:
@@ -70,6 +96,8 @@ class PromptReader:
                     f"chat_template_kwargs has {name!r}, which is no variable of the template",
                     param="chat_template_kwargs",
                 )
+        length = sum(len(text) for message in messages for text in message.values())
+        self._check_characters(length, "messages")
         for message in messages:
             for text in message.values():
                 _check_unicode(text, "messages")
@@ -84,9 +112,8 @@ class PromptReader:
                 template_arguments=template_arguments,
             )
 
-        length = sum(len(text) for message in messages for text in message.values())
         try:
-            return await self._run(length, tokenize)
+            return await self._run(length, tokenize, receive)
         except InvalidInput as problem:
             raise ApiError(400, str(problem), param="messages") from None
 
@@ -101,15 +128,15 @@ class PromptReader:
             )
         return ids
 
-    async def decoded(self, ids: Sequence[int], param: str) -> str:
-        """The text of token ids, special tokens included. Raises `ApiError`."""
+    async def decoded(self, ids: Sequence[int], receive: Receive, *, param: str) -> str:
+        """The text of token ids, special tokens included. Raises `ApiError`, `ClientLeft`."""
         tokenizer = self._needed(param)
 
         def decode() -> str:
             return str(tokenizer.decode(ids, skip_special_tokens=False))
 
         try:
-            return await self._run(len(ids), decode)
+            return await self._run(len(ids), decode, receive)
         except (OverflowError, TypeError, ValueError, IndexError):
             raise ApiError(400, f"{param} has token ids that cannot be", param=param) from None
 
@@ -118,7 +145,13 @@ class PromptReader:
         return [str(token) for token in self._tokenizer.convert_ids_to_tokens(list(ids))]
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread after what it is at; whoever waits for it is told with `ApiError` 503.
+
+        To be called in the event loop.
+        """
+        self._is_closed = True
+        for future in list(self._waiting):
+            future.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _needed(self, param: str) -> Any:
@@ -126,10 +159,33 @@ class PromptReader:
             raise ApiError(400, "this model has no tokenizer: give token ids", param=param)
         return self._tokenizer
 
-    async def _run(self, length: int, work: Callable[[], Found]) -> Found:
+    def _check_characters(self, length: int, param: str) -> None:
+        """Refuse what cannot fit before time is spent on it: each token has its longest text."""
+        if length > self._max_characters:
+            raise ApiError(
+                400,
+                f"the prompt has {length} characters, at most {self._max_characters} are read: a "
+                f"prompt may have {self._max_tokens} tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    async def _run(self, length: int, work: Callable[[], Found], receive: Receive) -> Found:
         if length <= _SHORT:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        if self._is_closed:
+            raise shutting_down()
+        with self._queue():
+            future = asyncio.get_running_loop().run_in_executor(self._thread, work)
+            self._waiting.add(future)
+            try:
+                return await unless_left(receive, future)
+            except asyncio.CancelledError:
+                if self._is_closed:
+                    raise shutting_down() from None
+                raise
+            finally:
+                self._waiting.discard(future)
 
 
 def _check_unicode(text: Any, param: str) -> None:

@@ -11,14 +11,14 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagedkv.engine.outputs import Chunk
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.errors import BrokenLaw, InvalidInput
 from pagedkv.memory.block_key import Namespace
-from pagedkv.server.errors import ApiError
+from pagedkv.server.errors import ApiError, shutting_down
 from pagedkv.server.exchange import ClientLeft, Exchange, News
 from pagedkv.server.limits import ServerLimits
 from pagedkv.server.metrics import AnswerTimes, Metrics
@@ -45,6 +45,8 @@ class Serving:
         self.limits = limits
         self._created_s = int(time.time())
         self.exchanges: set[Exchange] = set()
+        self.num_reading = 0
+        """Long prompts that wait to become token ids."""
         self.num_streams = 0
         """Streams that are open: also those whose answers have ended and are being read."""
         self.is_draining = False
@@ -76,12 +78,7 @@ class Serving:
 
         Raises `ApiError` 503 while draining or when a law is broken, 429 past the limits.
         """
-        try:
-            self.check_open()
-            self._check_load(is_streamed)
-        except ApiError as refusal:
-            self._metrics.requests.refused.labels(refusal.code).inc()
-            raise
+        self._check_admission(is_streamed)
         exchange = Exchange(
             prompts,
             params,
@@ -96,6 +93,16 @@ class Serving:
         exchange.order(self.llm, [self._listener(exchange, i) for i in range(len(prompts))])
         return exchange
 
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within, a long prompt becomes token ids. Raises what `exchange` raises."""
+        self._check_admission(is_streamed=False)
+        self.num_reading += 1
+        try:
+            yield
+        finally:
+            self.num_reading -= 1
+
     def check_open(self) -> None:
         """Raise `ApiError` 503 where nobody may come in."""
         if self.broken_law is not None:
@@ -105,9 +112,7 @@ class Serving:
                 code="broken_law",
             )
         if self.is_draining:
-            raise ApiError(
-                503, "the server is shutting down", code="shutting_down", retry_after_s=5
-            )
+            raise shutting_down()
 
     def check_model(self, model: str | None) -> None:
         """Raise `ApiError` 404 for another model than the one that is served."""
@@ -185,8 +190,16 @@ class Serving:
         for exchange in list(self.exchanges):
             exchange.break_off(reason)
 
+    def _check_admission(self, is_streamed: bool) -> None:
+        try:
+            self.check_open()
+            self._check_load(is_streamed)
+        except ApiError as refusal:
+            self._metrics.requests.refused.labels(refusal.code).inc()
+            raise
+
     def _check_load(self, is_streamed: bool) -> None:
-        waiting = self.llm.num_waiting
+        waiting = self.llm.num_waiting + self.num_reading
         if waiting and waiting >= self.limits.max_waiting:
             raise ApiError(
                 429,

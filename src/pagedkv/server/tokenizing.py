@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 
 from pagedkv.server.chat_schema import template_messages
 from pagedkv.server.errors import json_response
@@ -15,12 +15,13 @@ def add_tokenizing(app: FastAPI, serving: Serving, reader: PromptReader) -> None
     """The endpoints between text and token ids."""
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         serving.check_model(body.model)
         body.check()
         if body.messages is not None:
             ids = await reader.chat(
                 template_messages(body.messages),
+                request.receive,
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
                 template_arguments=body.chat_template_kwargs,
@@ -28,6 +29,7 @@ def add_tokenizing(app: FastAPI, serving: Serving, reader: PromptReader) -> None
         else:
             [ids] = await reader.texts(
                 [body.prompt or ""],
+                request.receive,
                 param="prompt",
                 add_special_tokens=body.add_special_tokens is not False,
             )
@@ -41,6 +43,7 @@ def add_tokenizing(app: FastAPI, serving: Serving, reader: PromptReader) -> None
         )
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         serving.check_model(body.model)
-        return json_response({"prompt": await reader.decoded(body.tokens, "tokens")})
+        text = await reader.decoded(body.tokens, request.receive, param="tokens")
+        return json_response({"prompt": text})

@@ -1,0 +1,137 @@
+"""Long prompts become token ids one after another, and nobody waits for what nobody wants."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="needs the extra [engine]")
+pytest.importorskip("fastapi", reason="needs the extra [server]")
+pytest.importorskip("prometheus_client", reason="needs the extra [server]")
+pytest.importorskip("openai", reason="needs OpenAI's client")
+
+from models.tiny_server import tiny_server
+from pagedkv.server.errors import ApiError
+from pagedkv.server.exchange import ClientLeft
+from pagedkv.server.limits import ServerLimits
+from pagedkv.server.prompts import PromptReader
+
+LONG = "x" * 3_000
+
+
+class SlowTokenizer:
+    """A token for each letter, once it may go on; it knows what it was given."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.begun = threading.Event()
+        self.may_go_on = threading.Event()
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"x": 0, "yyyy": 1}
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        self.seen.append(text)
+        self.begun.set()
+        assert self.may_go_on.wait(60)
+        return {"input_ids": [0] * len(text)}
+
+
+async def stays() -> Any:
+    """What a client that stays says: nothing more."""
+    await asyncio.Event().wait()
+
+
+async def reads(reader: PromptReader, text: str, receive: Any = stays) -> list[int]:
+    [ids] = await reader.texts([text], receive, param="prompt")
+    return ids
+
+
+async def begun(tokenizer: SlowTokenizer, reading: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """A task whose prompt the tokenizer is at."""
+    task = asyncio.create_task(reading)
+    await asyncio.to_thread(tokenizer.begun.wait, 60)
+    return task
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_read() -> None:
+    async def run() -> None:
+        tokenizer = SlowTokenizer()
+        tokenizer.may_go_on.set()
+        reader = PromptReader(tokenizer, max_tokens=1_000, queue=contextlib.nullcontext)
+        assert len(await reads(reader, "x" * 4_000)) == 4_000
+        with pytest.raises(ApiError, match="4001 characters, at most 4000") as refusal:
+            await reads(reader, "x" * 4_001)
+        assert refusal.value.status == 400 and refusal.value.param == "prompt"
+        with pytest.raises(ApiError, match="4002 characters") as refusal:
+            await reader.chat([{"role": "user", "content": "x" * 3_998}], stays)
+        assert refusal.value.param == "messages" and len(tokenizer.seen) == 1
+        reader.close()
+
+    asyncio.run(run())
+
+
+def test_the_prompt_of_a_client_that_left_is_not_begun() -> None:
+    async def run() -> None:
+        tokenizer = SlowTokenizer()
+        reader = PromptReader(tokenizer, max_tokens=1_000, queue=contextlib.nullcontext)
+        first = await begun(tokenizer, reads(reader, LONG))
+        left = asyncio.Event()
+
+        async def leaves() -> Any:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        second = asyncio.create_task(reads(reader, LONG + "2", leaves))
+        third = asyncio.create_task(reads(reader, LONG + "3"))
+        await asyncio.sleep(0)
+        left.set()
+        with pytest.raises(ClientLeft):
+            await second
+        tokenizer.may_go_on.set()
+        assert len(await first) == 3_000 and len(await third) == 3_001
+        assert tokenizer.seen == [LONG, LONG + "3"]
+        reader.close()
+
+    asyncio.run(run())
+
+
+def test_who_waits_for_the_tokenizer_is_told_when_it_is_closed() -> None:
+    async def run() -> None:
+        tokenizer = SlowTokenizer()
+        reader = PromptReader(tokenizer, max_tokens=1_000, queue=contextlib.nullcontext)
+        first = await begun(tokenizer, reads(reader, LONG))
+        second = asyncio.create_task(reads(reader, LONG))
+        await asyncio.sleep(0)
+        reader.close()
+        for task in (first, second, asyncio.create_task(reads(reader, LONG))):
+            with pytest.raises(ApiError, match="shutting down") as told:
+                await task
+            assert told.value.status == 503
+        tokenizer.may_go_on.set()
+        assert tokenizer.seen == [LONG]
+
+    asyncio.run(run())
+
+
+def test_prompts_that_wait_for_the_tokenizer_count_among_those_who_wait() -> None:
+    with tiny_server(limits=ServerLimits(max_waiting=2)) as server, server.http() as http:
+        server.serving.num_reading = 2
+        for path, body in (
+            ("/v1/completions", {"prompt": "Hi"}),
+            ("/detokenize", {"tokens": [5] * 2_001}),
+        ):
+            told = http.post(path, json=body)
+            assert told.status_code == 429, told.text
+            assert told.json()["error"]["code"] == "queue_full"
+            assert int(told.headers["retry-after"]) >= 1
+        server.serving.num_reading = 0
+        assert http.post("/v1/completions", json={"prompt": "Hi"}).status_code == 200
+        assert http.post("/detokenize", json={"tokens": [5] * 2_001}).status_code == 200
+        told = http.post("/tokenize", json={"prompt": "x" * 100_000})
+        assert told.status_code == 400 and "characters" in told.text
