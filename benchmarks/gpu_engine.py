@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
+import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -26,8 +29,18 @@ BARS = {"times_generate_batch": 3.0, "forward_share": 0.85, "share_of_reading_on
 RESERVED_S = {"Qwen3-0.6B": 130.0, "Qwen3-8B": 60.0}
 """Kept for what comes after the peer, which may take long."""
 
+NEEDED_S = {"Qwen3-8B": 75.0}
+"""A model is not begun with less."""
+
 LEAST_S = 20.0
 """A peer that is stopped before says nothing."""
+
+STOPPING_S = 20.0
+"""What a peer is given to stop."""
+
+
+class PeerGoesOn(Exception):
+    """The peer did not stop: whatever is measured beside it would be wrong."""
 
 
 class Settings(Protocol):
@@ -66,24 +79,50 @@ def measure(settings: Settings) -> dict[str, Any]:
         load = Load(5, 3, 12, 4, 16)
     bandwidth = copy_bandwidth(settings)
     result["copy_gb_per_s"] = bandwidth / 1e9
+    failed: list[str] = []
+    goes_on = False
     for name, config in shapes(settings).items():
         result[name] = figures = {}
-        model = random_model(config, settings)
-        requests = load.made(config.vocab_size)
-        limit_s = settings.seconds_left() - RESERVED_S.get(name, 0.0)
-        figures["generate_batch"] = tried(peer_rate, model, requests, limit_s)
+        left_s = settings.seconds_left()
+        if goes_on or left_s < NEEDED_S.get(name, 0.0):
+            figures["not_run"] = "a peer does not stop" if goes_on else f"{left_s:.0f} s were left"
+        else:
+            try:
+                measure_model(name, config, load, bandwidth, settings, figures)
+            except Exception as problem:  # what was measured before stays
+                traceback.print_exc()
+                figures["failed"] = reason(problem)
+                failed.append(f"{name}: {figures['failed']}")
+                goes_on = isinstance(problem, PeerGoesOn)
         clear()
-        figures["pagedkv"] = our_rate(model, requests, load)
-        theirs = figures["generate_batch"]
-        if theirs.get("is_whole"):
-            rate = figures["pagedkv"]["tokens_per_s"]
-            figures["times_generate_batch"] = rate / theirs["tokens_per_s"]
-        clear()
-        figures["decode"] = decode_rate(model, load, bandwidth, settings)
         show(name, figures)
-        model = None
-        clear()
+    if failed:
+        result["failed"] = "; ".join(failed)
     return result
+
+
+def measure_model(
+    name: str,
+    config: Qwen3Config,
+    load: Load,
+    bandwidth: float,
+    settings: Settings,
+    figures: dict[str, Any],
+) -> None:
+    """Everything about one model, into `figures` as it is found."""
+    model = random_model(config, settings)
+    requests = load.made(config.vocab_size)
+    limit_s = settings.seconds_left() - RESERVED_S.get(name, 0.0)
+    theirs = figures["generate_batch"] = limited(
+        lambda: peer_rate(model, requests, limit_s), limit_s + 2 * STOPPING_S
+    )
+    clear()
+    figures["pagedkv"] = our_rate(model, requests, load)
+    if theirs.get("is_whole"):
+        rate = figures["pagedkv"]["tokens_per_s"]
+        figures["times_generate_batch"] = rate / theirs["tokens_per_s"]
+    clear()
+    figures["decode"] = decode_rate(model, load, bandwidth, settings)
 
 
 def shapes(settings: Settings) -> dict[str, Qwen3Config]:
@@ -176,26 +215,33 @@ def peer_rate(model: Any, requests: list[tuple[list[int], int]], limit_s: float)
     """Tokens a second of `generate_batch`, whose manager is used as it uses it itself, since it
     takes one length for all answers. After `limit_s` it is stopped; what had ended by then is told,
     and is less than it did."""
+    ends_at = time.monotonic() + limit_s
     if limit_s < LEAST_S:
-        return {"skipped": "no time was left for it"}
+        return {"not_run": "no time was left for it"}
     config = GenerationConfig(do_sample=False, max_new_tokens=max(n for _, n in requests))
     logging.set_verbosity_error()
     tokens = ended = 0
-    with model.continuous_batching_context_manager(config, block=True, timeout=20) as manager:
+    fatal: BaseException | None = None
+    with model.continuous_batching_context_manager(
+        config, block=True, timeout=STOPPING_S
+    ) as manager:
         start_s = time.perf_counter()
         for i, (ids, n) in enumerate(requests):
             manager.add_request(ids, request_id=f"r{i}", max_new_tokens=n, eos_token_id=-1)
-        while ended < len(requests) and time.perf_counter() - start_s < limit_s:
+        while ended < len(requests) and time.monotonic() < ends_at:
             found = manager.get_result(timeout=0.2)
             if found is None:
-                if manager.background_thread_status.fatal_error is not None:
+                fatal = manager.background_thread_status.fatal_error
+                if fatal is not None:
                     break
             elif found.is_finished():
                 tokens += len(found.generated_tokens)
                 ended += 1
         seconds = time.perf_counter() - start_s
         if ended < len(requests):
-            manager.stop(block=True, timeout=20, hard_stop=True)
+            manager.stop(block=True, timeout=STOPPING_S, hard_stop=True)
+    if fatal is not None:
+        return {"failed": reason(fatal), "answers": ended}
     return {
         "tokens": tokens,
         "seconds": seconds,
@@ -220,12 +266,12 @@ def decode_rate(model: Any, load: Load, bandwidth: float, settings: Settings) ->
                 engine.step()
             for _ in range(4):
                 engine.step()
-            times, contexts = [], []
+            held = [engine.scheduler.statistics().held_tokens]
+            start_s = time.perf_counter()
             for _ in range(timed):
-                start_s = time.perf_counter()
                 engine.step()
-                times.append(time.perf_counter() - start_s)
-                contexts.append(engine.scheduler.statistics().held_tokens)
+            step_s = (time.perf_counter() - start_s) / timed
+            held.append(engine.scheduler.statistics().held_tokens)
             token_bytes = engine.storage.bytes_per_token
             replays = None if engine.graphs is None else engine.graphs.num_replays
             while not engine.is_idle:
@@ -233,14 +279,14 @@ def decode_rate(model: Any, load: Load, bandwidth: float, settings: Settings) ->
     embedding = model.get_input_embeddings().weight
     is_tied = bool(model.config.tie_word_embeddings)
     weights = sum(p.nbytes for p in model.parameters()) - (0 if is_tied else embedding.nbytes)
-    reading_s = (weights + median(contexts) * token_bytes) / bandwidth
+    tokens = sum(held) / 2
+    reading_s = (weights + tokens * token_bytes) / bandwidth
     return {
         "batch": load.max_num_seqs,
-        "context": median(contexts) / load.max_num_seqs,
-        "step_ms": 1e3 * median(times),
-        "mean_step_ms": 1e3 * sum(times) / len(times),
+        "context": tokens / load.max_num_seqs,
+        "step_ms": 1e3 * step_s,
         "reading_once_ms": 1e3 * reading_s,
-        "share_of_reading_once": reading_s / (sum(times) / len(times)),
+        "share_of_reading_once": reading_s / step_s,
         "replays": replays,
     }
 
@@ -275,34 +321,57 @@ def clear() -> None:
         torch.cuda.empty_cache()
 
 
-def tried(run: Any, *arguments: Any) -> dict[str, Any]:
-    """What `run` gives, or how it failed: a peer that does not run here keeps nothing else back."""
-    try:
-        found: dict[str, Any] = run(*arguments)
-        return found
-    except Exception as problem:
-        return {"failed_with": repr(problem)[:300]}
+def limited(run: Callable[[], dict[str, Any]], limit_s: float) -> dict[str, Any]:
+    """What `run` gives, or how it failed: a peer that does not run here keeps nothing else back.
+
+    Raises `PeerGoesOn` where it has not ended after `limit_s`, or a moment if that is less.
+    """
+    found: list[dict[str, Any]] = []
+
+    def work() -> None:
+        try:
+            found.append(run())
+        except Exception as problem:
+            found.append({"failed": reason(problem)})
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(max(limit_s, 1.0))
+    if not found:
+        raise PeerGoesOn(f"generate_batch did not end within {limit_s:.0f} s")
+    thread.join()
+    return found[0]
+
+
+def reason(problem: BaseException) -> str:
+    return f"{type(problem).__name__}: {problem}"[:300]
 
 
 def show(name: str, figures: dict[str, Any]) -> None:
-    ours, theirs, decode = figures["pagedkv"], figures["generate_batch"], figures["decode"]
-    for line in ours["told"]:
-        print(f"  {line}")
-    print(f"{name}, {ours['tokens']:,} tokens of answers")
-    print(
-        f"  pagedkv         {ours['tokens_per_s']:10,.0f} tokens/s   "
-        f"{ours['forward_share']:.1%} of a step in the forward"
-    )
-    if "tokens_per_s" in theirs:
+    """What there is of one model."""
+    print(name)
+    for told in ("not_run", "failed"):
+        if told in figures:
+            print(f"  {told.replace('_', ' ')}: {figures[told]}")
+    ours, theirs, decode = (figures.get(part) for part in ("pagedkv", "generate_batch", "decode"))
+    if ours is not None:
+        for line in ours["told"]:
+            print(f"  {line}")
+        print(
+            f"  pagedkv         {ours['tokens_per_s']:10,.0f} tokens/s   {ours['tokens']:,} tokens "
+            f"of answers, {ours['forward_share']:.1%} of a step in the forward"
+        )
+    if theirs is not None and "tokens_per_s" in theirs:
         whole = "" if theirs["is_whole"] else f" (stopped after {theirs['answers']} answers)"
         print(f"  generate_batch  {theirs['tokens_per_s']:10,.0f} tokens/s{whole}")
-        if "times_generate_batch" in figures:
-            print(f"  {figures['times_generate_batch']:.2f} times generate_batch")
-    else:
+    elif theirs is not None:
         print(f"  generate_batch: {theirs}")
-    print(
-        f"  decode at batch {decode['batch']}, context {decode['context']:.0f}: "
-        f"{decode['mean_step_ms']:.2f} ms a step, reading once {decode['reading_once_ms']:.2f} ms: "
-        f"{decode['share_of_reading_once']:.1%}",
-        flush=True,
-    )
+    if "times_generate_batch" in figures:
+        print(f"  {figures['times_generate_batch']:.2f} times generate_batch")
+    if decode is not None:
+        print(
+            f"  decode at batch {decode['batch']}, context {decode['context']:.0f}: "
+            f"{decode['step_ms']:.2f} ms a step, reading once {decode['reading_once_ms']:.2f} ms: "
+            f"{decode['share_of_reading_once']:.1%}"
+        )
+    sys.stdout.flush()

@@ -25,6 +25,7 @@ def test_the_benchmark_of_the_kernels_runs_with_toy_sizes(tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = tmp_path.iterdir()
+    assert path.name.startswith("gpu-") and path.name.endswith("-kernels.json")
     result = json.loads(path.read_text(encoding="utf-8"))
     assert set(result) == {"about", "kernels"}
     kernels = result["kernels"]
