@@ -167,10 +167,15 @@ class Guarded:
     async def ask(self, *pieces: dict[str, Any], **headers: str) -> tuple[int, dict[bytes, bytes]]:
         """Status and headers for a request that arrives in these pieces."""
         coming = iter([*pieces, {"type": "http.disconnect"}])
-        sent: list[Any] = []
 
         async def receive() -> Any:
             return next(coming)
+
+        return await self.ask_of(receive, **headers)
+
+    async def ask_of(self, receive: Any, **headers: str) -> tuple[int, dict[bytes, bytes]]:
+        """Status and headers for a request whose body `receive` has."""
+        sent: list[Any] = []
 
         async def send(message: Any) -> None:
             sent.append(message)
@@ -218,21 +223,57 @@ def test_what_is_refused_before_its_body_was_read_closes_the_connection() -> Non
     asyncio.run(run())
 
 
-def test_bodies_that_are_held_together_are_bounded_and_given_back() -> None:
+class Slowly:
+    """A client whose body comes as far as `pieces` go, and goes on when it may."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self._coming = [piece(body, is_last=False) for body in pieces]
+        self.may_go_on = asyncio.Event()
+        self.num_given = 0
+
+    async def __call__(self) -> dict[str, Any]:
+        if self._coming:
+            self.num_given += 1
+            return self._coming.pop(0)
+        await self.may_go_on.wait()
+        return piece(b"")
+
+
+def test_bodies_that_arrive_together_are_bounded_and_what_is_announced_takes_nothing() -> None:
     async def run() -> None:
         guarded = Guarded(max_body_bytes=10)
+        silent = [Slowly() for _ in range(100)]
+        slow = [Slowly(b"x" * 10) for _ in range(64)]
         asked = [
-            asyncio.create_task(guarded.ask(piece(b"x" * 10), content_length="10"))
-            for _ in range(63)
+            asyncio.create_task(guarded.ask_of(client, content_length="10"))
+            for client in (*silent, *slow)
         ]
-        unannounced = asyncio.create_task(guarded.ask(piece(b"x"), transfer_encoding="chunked"))
         await asyncio.sleep(0)
-        status, headers = await guarded.ask(piece(b"x"), content_length="1")
+        refused = Slowly(b"x", b"y", b"z")
+        refused.may_go_on.set()
+        status, headers = await guarded.ask_of(refused, transfer_encoding="chunked")
         assert status == 503 and headers[b"retry-after"] == b"1"
-        guarded.may_answer.set()
-        assert {status for status, _ in await asyncio.gather(*asked, unannounced)} == {200}
-        assert (await guarded.ask(piece(b"x"), content_length="1"))[0] == 200
+        assert refused.num_given == 3  # or it would never see what it is told
+        for client in (*silent, *slow):
+            client.may_go_on.set()
+        while guarded.guard.num_asking < 164:
+            await asyncio.sleep(0)
+        # They wait for their answers, and hold up nobody.
         assert guarded.guard._held_bytes == 0
+        more = asyncio.create_task(guarded.ask(piece(b"x"), content_length="1"))
+        guarded.may_answer.set()
+        assert {status for status, _ in await asyncio.gather(*asked, more)} == {200}
+        assert guarded.guard.num_asking == 0
+
+    asyncio.run(run())
+
+
+def test_a_client_that_asks_before_it_sends_is_told_that_it_need_not() -> None:
+    async def run() -> None:
+        guarded = Guarded(max_body_bytes=10)
+        client = Slowly(b"x")
+        told = await guarded.ask_of(client, content_length="11", expect="100-continue")
+        assert told[0] == 413 and client.num_given == 0
 
     asyncio.run(run())
 

@@ -15,6 +15,8 @@ pytest.importorskip("fastapi", reason="needs the extra [server]")
 pytest.importorskip("prometheus_client", reason="needs the extra [server]")
 pytest.importorskip("openai", reason="needs OpenAI's client")
 
+import httpx
+
 from models.tiny_server import tiny_server
 from pagedkv.server.errors import ApiError
 from pagedkv.server.exchange import ClientLeft
@@ -117,6 +119,29 @@ def test_who_waits_for_the_tokenizer_is_told_when_it_is_closed() -> None:
         assert tokenizer.seen == [LONG]
 
     asyncio.run(run())
+
+
+def test_a_server_that_drains_waits_for_prompts_and_tells_who_waits_too_long() -> None:
+    def ask(http: httpx.Client, told: list[int]) -> None:
+        told.append(http.post("/tokenize", json={"prompt": LONG}).status_code)
+
+    for drain_s, status in ((60, 200), (0, 503)):
+        with tiny_server(serving={"drain_s": drain_s}) as server, server.http() as http:
+            tokenizer = SlowTokenizer()
+            server.server._reader._tokenizer = tokenizer
+            server.server._reader._max_characters = 10_000
+            told: list[int] = []
+            asking = threading.Thread(target=ask, args=(http, told))
+            asking.start()
+            assert tokenizer.begun.wait(60)
+            server.server.handle_exit(15, None)
+            if drain_s:
+                server.wait_until(lambda: server.serving.is_draining)
+                assert not server.server.should_exit
+                tokenizer.may_go_on.set()
+            asking.join(60)
+            tokenizer.may_go_on.set()
+            assert told == [status]
 
 
 def test_prompts_that_wait_for_the_tokenizer_count_among_those_who_wait() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 from collections.abc import Sequence
 
@@ -17,14 +18,19 @@ OPEN_PATHS = frozenset({"/health", "/version"}) | memory_page_paths
 without what it shows."""
 
 _BODIES_AT_ONCE = 64
-"""Bodies of the greatest size that may be held in memory together."""
+"""Bodies of the greatest size that may be on their way together, as far as they have arrived."""
+
+_LEFT_OVER_S = 1.0
+"""How long the rest of a refused body is taken in, for the refusal to arrive: a connection that is
+closed with something unread is reset, and its client may never see what it was told."""
 
 
 class Guard:
     """An application around another one, which sees only requests that may come in.
 
     With `keys`, a request must bear one of them. A body arrives whole, in time and within its
-    limit, or the request is answered here and its connection closed.
+    limit, or the request is answered here and its connection closed. Only what has arrived of
+    bodies that are not whole counts against what may be held: announcing takes nothing.
     """
 
     def __init__(self, app: ASGIApp, *, keys: Sequence[str], limits: ServerLimits) -> None:
@@ -32,6 +38,8 @@ class Guard:
         self._keys = [key.encode() for key in keys]
         self._limits = limits
         self._held_bytes = 0
+        self.num_asking = 0
+        """Requests with a body that are inside and not answered."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or let it in."""
@@ -39,25 +47,30 @@ class Guard:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1000})
             return
-        held = 0
+        length = _announced_length(scope)
+        arriving = _Arriving(receive, is_empty=length == 0)
+        body = None
         try:
-            try:
-                self._check_key(scope)
-                length = self._announced_length(scope)
-                if length == 0:
-                    inner = receive
-                else:
-                    held = length or self._limits.max_body_bytes
-                    self._hold(held)
-                    inner = _replayed(await self._body(receive), receive)
-            except ApiError as error:
-                response = error.response()
-                response.headers["Connection"] = "close"  # the rest of a body is not read
-                await response(scope, receive, send)
-                return
-            await self._app(scope, inner, send)
+            self._check_key(scope)
+            if length is not None and length > self._limits.max_body_bytes:
+                raise self._too_large(f"{length:,} bytes")
+            if length != 0:
+                body = await self._body(arriving)
+        except ApiError as error:
+            if error.status != 408 and not _waits_to_send(scope):
+                await self._take_the_rest(arriving)
+            response = error.response()
+            response.headers["Connection"] = "close"  # no more of the body is read
+            await response(scope, receive, send)
+            return
+        if body is None:
+            await self._app(scope, receive, send)
+            return
+        self.num_asking += 1
+        try:
+            await self._app(scope, _replayed(body, receive), send)
         finally:
-            self._held_bytes -= held
+            self.num_asking -= 1
 
     def _check_key(self, scope: Scope) -> None:
         if not self._keys or scope["path"] in OPEN_PATHS:
@@ -71,45 +84,45 @@ class Guard:
         if not sum(hmac.compare_digest(shown, key) for key in self._keys):
             raise ApiError(401, "give the server's key as a bearer token", code="invalid_api_key")
 
-    def _announced_length(self, scope: Scope) -> int | None:
-        """Bytes of the body: 0 for none, None where only its end tells."""
-        length: int | None = 0
-        for name, value in scope["headers"]:
-            if name == b"transfer-encoding":
-                length = None
-            elif name == b"content-length" and length is not None:
-                length = int(value) if value.isdigit() else 0
-        if length is not None and length > self._limits.max_body_bytes:
-            raise self._too_large(f"{length:,} bytes")
-        return length
-
-    def _hold(self, size: int) -> None:
-        self._held_bytes += size
-        if self._held_bytes > _BODIES_AT_ONCE * self._limits.max_body_bytes:
-            raise ApiError(
-                503, "too many large requests at once", code="overloaded", retry_after_s=1
-            )
-
-    async def _body(self, receive: Receive) -> bytes:
+    async def _body(self, arriving: _Arriving) -> bytes:
+        """The whole body. What of it has arrived counts among what is held until it is whole."""
         pieces: list[bytes] = []
         size = 0
         try:
             async with asyncio.timeout(self._limits.body_s):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ApiError(400, "the connection was closed within the body")
-                    piece = message.get("body", b"")
+                while not arriving.has_ended:
+                    piece = await arriving.piece()
                     pieces.append(piece)
                     size += len(piece)
+                    self._held_bytes += len(piece)
                     if size > self._limits.max_body_bytes:
                         raise self._too_large("more")
-                    if not message.get("more_body"):
-                        return b"".join(pieces)
+                    if self._held_bytes > _BODIES_AT_ONCE * self._limits.max_body_bytes:
+                        raise ApiError(
+                            503,
+                            "too many large requests at once",
+                            code="overloaded",
+                            retry_after_s=1,
+                        )
         except TimeoutError:
             raise ApiError(
-                408, f"the body did not arrive within {self._limits.body_s:g} seconds"
+                408,
+                f"the body did not arrive within {self._limits.body_s:g} seconds",
+                code="body_timeout",
             ) from None
+        finally:
+            self._held_bytes -= size
+        if arriving.was_cut:
+            raise ApiError(400, "the connection was closed within the body")
+        return b"".join(pieces)
+
+    async def _take_the_rest(self, arriving: _Arriving) -> None:
+        """Take in what else comes of a refused body, and keep nothing of it; not for ever."""
+        size = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEFT_OVER_S):
+                while not arriving.has_ended and size <= self._limits.max_body_bytes:
+                    size += len(await arriving.piece())
 
     def _too_large(self, what: str) -> ApiError:
         return ApiError(
@@ -119,15 +132,51 @@ class Guard:
         )
 
 
+class _Arriving:
+    """A body on its way."""
+
+    def __init__(self, receive: Receive, *, is_empty: bool) -> None:
+        self._receive = receive
+        self.has_ended = is_empty
+        self.was_cut = False
+        """Whether its client left within it."""
+
+    async def piece(self) -> bytes:
+        """What comes next of it."""
+        message = await self._receive()
+        self.was_cut = message["type"] == "http.disconnect"
+        self.has_ended = self.was_cut or not message.get("more_body")
+        return bytes(message.get("body", b""))
+
+
+def _announced_length(scope: Scope) -> int | None:
+    """Bytes of the body: 0 for none, None where only its end tells."""
+    length: int | None = 0
+    for name, value in scope["headers"]:
+        if name == b"transfer-encoding":
+            length = None
+        elif name == b"content-length" and length is not None:
+            length = int(value) if value.isdigit() else 0
+    return length
+
+
+def _waits_to_send(scope: Scope) -> bool:
+    """Whether the client sends its body only when it is asked to: reading would be to ask."""
+    return any(
+        name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"]
+    )
+
+
 def _replayed(body: bytes, receive: Receive) -> Receive:
     """Gives the body in one piece, and then what `receive` has: that the client has left."""
     is_given = False
 
     async def replay() -> Message:
-        nonlocal is_given
+        nonlocal is_given, body
         if is_given:
             return await receive()
         is_given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        whole, body = body, b""
+        return {"type": "http.request", "body": whole, "more_body": False}
 
     return replay

@@ -14,9 +14,10 @@ import uvicorn
 from pagedkv.errors import InvalidInput
 from pagedkv.server.app import create_app
 from pagedkv.server.connections import bounded_protocol
-from pagedkv.server.errors import ApiError
+from pagedkv.server.errors import shutting_down
 from pagedkv.server.guard import Guard
 from pagedkv.server.log_once import log_once
+from pagedkv.server.prompts import PromptReader
 from pagedkv.server.serving import Serving
 
 IDLE_S = 1.0
@@ -57,9 +58,12 @@ class Server(uvicorn.Server):
         drain_s: float = 30.0,
         announce: Callable[[str], object] | None = None,
     ) -> None:
+        app = create_app(serving)
+        self._reader: PromptReader = app.state.reader
+        self._guard = Guard(app, keys=api_keys, limits=serving.limits)
         super().__init__(
             uvicorn.Config(
-                Guard(create_app(serving), keys=api_keys, limits=serving.limits),
+                self._guard,
                 http=bounded_protocol(serving.limits),
                 ws="none",
                 log_config=None,
@@ -89,6 +93,7 @@ class Server(uvicorn.Server):
         try:
             await super().serve([self._listener])
         finally:
+            self._reader.close()
             for task in tasks:
                 task.cancel()
 
@@ -120,12 +125,16 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         deadline = asyncio.get_running_loop().time() + self._drain_s
-        while self._serving.is_busy and asyncio.get_running_loop().time() < deadline:
+        while self._is_busy and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
-        self._serving.break_off_all(
-            ApiError(503, "the server is shutting down", code="shutting_down")
-        )
+        self._reader.close()
+        self._serving.break_off_all(shutting_down())
         self.should_exit = True
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether anybody waits or reads: prompts that are no token ids yet count as well."""
+        return self._serving.is_busy or self._guard.num_asking > 0
 
 
 def _why(problem: OSError | UnicodeError) -> str:
