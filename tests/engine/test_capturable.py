@@ -82,3 +82,49 @@ def test_what_the_documentation_names_waits(model_type: str, changes: dict[str, 
 
 def test_without_a_token_for_padding_gpt2_does_not() -> None:
     decode("gpt2", pad_token_id=None)
+
+
+class _Unlaunched:
+    """A kernel that computes nothing: the interpreter would read its arguments."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *_, **__: None
+
+
+class _Reading(TorchDispatchMode):
+    """Fails where the host looks at a number, or asks how many there are."""
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
+        name = operation.__name__.split(".")[0]
+        assert name not in ("_local_scalar_dense", "nonzero", "is_pinned", "_pin_memory"), name
+        return operation(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])
+def test_what_is_captured_of_the_attention_brings_nothing_from_the_host(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from models.gpu_batch import DEVICE
+    from models.tiny_engine import TinyEngine
+    from pagedkv.attention.gpu import storage
+
+    captured = []
+
+    def capture(compute: Any) -> Any:
+        compute()  # the kinds of layers are met, as in the run before a capture
+        with monkeypatch.context() as patch, _Reading():
+            for name in ("from_numpy", "as_tensor"):
+                patch.delattr(torch, name)
+            compute()
+        captured.append(compute)
+        return compute
+
+    for kernel in ("attend_pieces", "combine_parts", "write_rows"):
+        monkeypatch.setattr(storage, kernel, _Unlaunched())
+    model = PagedModel(tiny_model(model_type).to(DEVICE), triton=True)
+    running = TinyEngine(model, 8, seats=2, capture=capture)
+    if DEVICE == "cpu" or model_type != "gpt_oss":
+        assert running.graph_problem is None and len(captured) == 2

@@ -130,7 +130,8 @@ class Engine:
         if capture is not None:
             self._capture_steps(capture)
         if model.device.type == "cuda":
-            self._compile_kernels()
+            with current(model.device):
+                self._compile_kernels()
         self.end_token_ids = end_token_ids
         self._texts = texts
         self._seed = seed
