@@ -39,7 +39,7 @@ def bounded_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
                 _LOG.warning("more than %d connections: new ones get 503", most)
                 self._refuse(503, b"Service Unavailable", b"Retry-After: 1\r\n")
             else:
-                self._idle_timer = self.loop.call_later(limits.idle_s, self.transport.close)
+                self._start_timer()
 
         def data_received(self, data: bytes) -> None:
             """Read on, as long as the head of a request has an end."""
@@ -62,6 +62,12 @@ def bounded_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
             self._stop_timer()
             super().on_headers_complete()
 
+        def on_response_complete(self) -> None:
+            """Until the next request's head is whole it is idle, whatever comes of it."""
+            super().on_response_complete()
+            if self.cycle.response_complete and not self.transport.is_closing():
+                self._start_timer()
+
         def pause_writing(self) -> None:
             """The client does not read as fast as it is written to."""
             super().pause_writing()
@@ -79,6 +85,10 @@ def bounded_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
             super().connection_lost(exc)
 
         _is_in_head = True
+
+        def _start_timer(self) -> None:
+            self._stop_timer()
+            self._idle_timer = self.loop.call_later(limits.idle_s, self.transport.close)
 
         def _stop_timer(self) -> None:
             if self._idle_timer is not None:
