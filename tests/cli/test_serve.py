@@ -46,6 +46,7 @@ def test_without_a_model_or_the_extra_one_line_says_so(
     assert "no model: give --model" in error_of(capsys)
     monkeypatch.setattr(command, "require_engine", lambda: None)
     monkeypatch.setattr(extras, "_SERVER", ("fastapi_of_the_future",))
+    assert "--api-key is empty" in error_of(capsys, "--model", "x", "--api-key", "")
     line = error_of(capsys, "--model", "x")
     assert line == "pagedkv: serving needs fastapi_of_the_future: install pagedkv[server]"
 

@@ -114,6 +114,12 @@ def test_a_malformed_body_is_refused_and_nothing_runs(server: TinyServer, body: 
     assert server.used_blocks == 0
 
 
+def test_an_empty_key_is_refused() -> None:
+    for keys in (("",), ("one", "")):
+        with pytest.raises(InvalidInput, match="api_key is empty"):
+            Guard(lambda *_: None, keys=keys, limits=LIMITS)
+
+
 def test_limits_out_of_range_are_one_line() -> None:
     for name, value, problem in (
         ("body_s", 0.0, "body_s is 0.0: give more than 0 seconds"),
@@ -299,6 +305,17 @@ def test_a_head_that_never_ends_is_closed(server: TinyServer) -> None:
         assert told == b"" or b" 431 " in told
     with connect(server) as connection:
         connection.sendall(b"GET /health HT")
+        assert read(connection) == b""  # after idle_s
+
+
+def test_a_second_head_that_never_ends_is_closed_too(server: TinyServer) -> None:
+    with connect(server) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        told = b""
+        while not told.endswith(b"}"):
+            told += connection.recv(65536)
+        assert told.startswith(b"HTTP/1.1 200")
+        connection.sendall(b"G")
         assert read(connection) == b""  # after idle_s
 
 

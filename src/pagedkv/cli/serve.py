@@ -114,6 +114,8 @@ def serve(
     """Serve a model to the clients of OpenAI's API, its keys and values in blocks."""
     if not model:
         raise InvalidInput("no model: give --model with an id, a folder or a GGUF file")
+    if not all(api_key or ()):
+        raise InvalidInput("--api-key is empty, which everybody has: give a key, or none at all")
     require_engine()
     require_server()
     from pagedkv.engine.llm import LLM

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagedkv.errors import InvalidInput
 from pagedkv.server.errors import ApiError
 from pagedkv.server.limits import ServerLimits
 from pagedkv.server.memory_page.endpoints import OPEN_PATHS as memory_page_paths
@@ -31,9 +32,13 @@ class Guard:
     With `keys`, a request must bear one of them. A body arrives whole, in time and within its
     limit, or the request is answered here and its connection closed. Only what has arrived of
     bodies that are not whole counts against what may be held: announcing takes nothing.
+
+    Raises `InvalidInput` for an empty key.
     """
 
     def __init__(self, app: ASGIApp, *, keys: Sequence[str], limits: ServerLimits) -> None:
+        if not all(keys):
+            raise InvalidInput("api_key is empty, which everybody has: give a key, or none at all")
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._limits = limits
