@@ -95,6 +95,36 @@ def test_each_constant_that_is_closed_over_has_its_own_code_in_the_cache(
         assert run(program, package.parent, tmp_path / "cache") == [answer, answer]
 
 
+@pytest.mark.parametrize("kind", ["compiled", "task"])
+def test_code_of_different_processes_is_not_taken_for_each_others_in_one(
+    package: Path, tmp_path: Path, kind: str
+) -> None:
+    """Numba numbers functions within a process, and linkers go by name and number."""
+    lines = "        x = (x * 31 + n) ^ (x >> 3)\n" * 80  # too many to become part of the caller
+    (package / "caller.py").write_text(
+        "import ctypes\n"
+        "from pagedkv.compiling import CompiledTask, compiled, compiled_in_place\n"
+        "def make(n, kind):\n"
+        f"    @compiled_in_place\n    def inner(x):\n{lines}        return x * 1000 + n\n"
+        "    @compiled\n    def answer(x):\n        return inner(x)\n"
+        "    def store(numbers):\n        numbers[0] = inner(numbers[0])\n"
+        "    if kind == 'compiled':\n        return answer\n"
+        "    def run(x):\n"
+        "        numbers = (ctypes.c_int64 * 1)(x)\n"
+        "        CompiledTask(store).function(ctypes.addressof(numbers))\n"
+        "        return numbers[0]\n"
+        "    return run\n"
+    )
+    program = "import sys; sys.path.insert(0, sys.argv[1])\nfrom pagedkv.caller import make\n"
+    alone: list[str] = []
+    for n in (1, 20, 300):
+        call = f"print(make({n}, {kind!r})(1))"
+        alone += run(program + call, package.parent, tmp_path / "cache")
+    every = f"print(*(make(n, {kind!r})(1) for n in (1, 20, 300)))"
+    assert len(set(alone)) == 3
+    assert run(program + every, package.parent, tmp_path / "cache") == alone
+
+
 @pytest.mark.skipif(not IS_COMPILED, reason="NUMBA_DISABLE_JIT=1")
 def test_two_processes_that_compile_at_once_do_not_get_each_others_code(tmp_path: Path) -> None:
     one, other = (compiling._CodeFiles(str(tmp_path), "kernel") for _ in range(2))
@@ -118,12 +148,11 @@ def test_code_that_cannot_be_read_is_compiled_again(tmp_path: Path) -> None:
 def test_only_constants_and_compiled_functions_may_be_closed_over() -> None:
     constants = [1, 2]
 
-    @compiled
     def answer(x: int) -> int:
         return constants[x]
 
     with pytest.raises(TypeError, match="only constants may be"):
-        answer(1)
+        compiled(answer)
 
 
 def test_an_edit_of_a_module_that_nothing_imports_costs_nothing(

@@ -55,7 +55,7 @@ def compiled(function: F) -> F:
     """
     if config.DISABLE_JIT:
         return function
-    return cast(F, _dispatcher(function, _Cache))
+    return cast(F, _dispatcher(_named_apart(function), _Cache))
 
 
 def compiled_in_place(function: F) -> F:
@@ -66,7 +66,9 @@ def compiled_in_place(function: F) -> F:
     makes an array does not compile; none may *return* an array or a tuple of them, which the
     caller would then release without it ever having been counted.
     """
-    return function if config.DISABLE_JIT else cast(F, _InPlace(function, _nrt=False))
+    if config.DISABLE_JIT:
+        return function
+    return cast(F, _InPlace(_named_apart(function), _nrt=False))
 
 
 def compiled_inline(function: F) -> F:
@@ -77,7 +79,7 @@ def compiled_inline(function: F) -> F:
     """
     if config.DISABLE_JIT:
         return function
-    return cast(F, _InPlace(function, _nrt=False, forceinline=True))
+    return cast(F, _InPlace(_named_apart(function), _nrt=False, forceinline=True))
 
 
 class CompiledTask:
@@ -95,7 +97,9 @@ class CompiledTask:
         """Where the compiled function is, once it has been compiled or loaded."""
         signature = types.void(types.CPointer(types.int64))
         options = {"nopython": True, "error_model": "numpy"}
-        made = CFunc(self._function, (signature.args, signature.return_type), {}, options)
+        made = CFunc(
+            _named_apart(self._function), (signature.args, signature.return_type), {}, options
+        )
         made._cache = _CacheForTasks(self._function)
         made.compile()
         return int(made.address)
@@ -137,6 +141,19 @@ class _InPlace:
 
     def __call__(self, *arguments: Any) -> Any:
         return self.for_python(*arguments)
+
+
+def _named_apart(function: F) -> F:
+    """Put into the function's name what tells it from others that the same lines made.
+
+    Numba adds a number to names that is its own in each process only, and a linker goes by the
+    name: of two forms that two processes compiled and a third loads, it would take one for both.
+    """
+    described = closed_over(function)
+    if described:
+        digest = hashlib.sha256(repr(described).encode()).hexdigest()[:16]
+        function.__qualname__ += f"_{digest}"
+    return function
 
 
 def _dispatcher(function: Callable[..., Any], cache: type[_Cache], **options: bool) -> Any:
