@@ -8,6 +8,7 @@ import json
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ import openai
 from models.tiny_server import MODEL, TinyServer, tiny_server
 from pagedkv.engine import SamplingParams
 from pagedkv.engine.outputs import Chunk
-from pagedkv.errors import BrokenLaw
+from pagedkv.errors import BrokenLaw, InvalidInput
 from pagedkv.server.app import create_app
 from pagedkv.server.errors import ApiError
 from pagedkv.server.exchange import ClientLeft, Exchange
@@ -372,6 +373,28 @@ def test_a_scheduler_that_fails_fails_everybody_instead_of_trying_for_ever(
             server.client().completions.create(model=MODEL, prompt="Hello")
         monkeypatch.setattr(scheduler, "schedule", right)
         server.client().completions.create(model=MODEL, prompt="Hi", max_tokens=2)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_recording_that_fails_is_told_once_and_the_server_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = "pagedkv_recording_failed"
+    with (
+        pytest.raises(InvalidInput, match="No space left"),
+        tiny_server(record=tmp_path / "run.jsonl") as server,
+    ):
+        page = server.http().get("/metrics").text
+        assert f"{failed} 0.0" in page
+        recorder = server.llm._recorder
+        assert recorder is not None and recorder._file is not None
+        recorder._file.close()
+        recorder._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
+        for _ in range(3):
+            server.client().completions.create(model=MODEL, prompt="Hi", max_tokens=2)
+        assert f"{failed} 1.0" in server.http().get("/metrics").text
+    [record] = [found for found in caplog.records if "recording" in found.getMessage()]
+    assert "No space left" in record.getMessage()
 
 
 def test_a_broken_law_stops_admission_and_says_so() -> None:

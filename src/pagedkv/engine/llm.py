@@ -332,6 +332,11 @@ class LLM:
         return self._driving.num_waiting
 
     @property
+    def recording_failure(self) -> str | None:
+        """Why the run is written down no further, in one line; None while it is, or need not be."""
+        return None if self._recorder is None else self._recorder.failure
+
+    @property
     def num_steps(self) -> int:
         """Steps begun so far; told at once, also within one."""
         return self._engine.scheduler.num_steps

@@ -146,9 +146,21 @@ class Metrics:
         self.requests = RequestMetrics(self.registry)
         self.steps = StepMetrics(self.registry)
 
-    def page(self, statistics: EngineStatistics, *, model_name: str, num_waiting: int) -> bytes:
+    def page(
+        self,
+        statistics: EngineStatistics,
+        *,
+        model_name: str,
+        num_waiting: int,
+        has_recording_failed: bool = False,
+    ) -> bytes:
         """The text that Prometheus reads. `statistics` are those of now."""
-        ours = [*_of_engine(statistics, num_waiting), self._parts()]
+        recording = GaugeMetricFamily(
+            "pagedkv_recording_failed",
+            "1 where --record could not be written any further.",
+            value=has_recording_failed,
+        )
+        ours = [*_of_engine(statistics, num_waiting), self._parts(), recording]
         families = [*map(_without_birth, self.registry.collect()), *ours]
         found = CollectorRegistry()
         found.register(_Fixed([*families, *vllm_metrics(families, model_name=model_name)]))

@@ -57,6 +57,7 @@ class Serving:
         self._metrics = Metrics()
         self._noted: StepTimes | None = None
         self._failure: BaseException | None = None
+        self._has_told_of_recording = False
         self._verified_steps = 0
         self._verifying = asyncio.Lock()
         llm.watch(self._hand_over)
@@ -182,7 +183,10 @@ class Serving:
         """What Prometheus reads."""
         statistics = await self.between_steps(lambda engine: engine.statistics())
         return self._metrics.page(
-            statistics, model_name=self.model_name, num_waiting=self.llm.num_waiting
+            statistics,
+            model_name=self.model_name,
+            num_waiting=self.llm.num_waiting,
+            has_recording_failed=self.llm.recording_failure is not None,
         )
 
     def break_off_all(self, reason: Exception) -> None:
@@ -262,6 +266,9 @@ class Serving:
         if times is not None and times is not self._noted:
             self._noted = times
             self._metrics.steps.note(times)
+        if self.llm.recording_failure is not None and not self._has_told_of_recording:
+            self._has_told_of_recording = True
+            _LOG.error("%s; what is asked is answered all the same", self.llm.recording_failure)
         if self._said and self._loop is not None:
             said, self._said = self._said, []
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
