@@ -20,6 +20,11 @@ from pagedkv._version import __version__
 from pagedkv.engine import SamplingParams
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+DUMPED: dict[str, Any] = {  # as `model_dump` of OpenAI's client has an answer
+    "role": "assistant",
+    **dict.fromkeys(("content", "refusal", "annotations", "audio", "function_call", "tool_calls")),
+    "reasoning_content": None,
+}
 
 
 @pytest.fixture(scope="module")
@@ -276,6 +281,24 @@ def test_echo_tells_the_prompt_back_and_how_likely_it_was(server: TinyServer) ->
     assert judged.usage is not None and judged.usage.completion_tokens == 0
 
 
+def test_where_nothing_was_to_be_said_no_token_is_counted(server: TinyServer) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "Hello", "max_tokens": 0, "echo": True}
+    whole = server.client().completions.create(**asked).usage
+    *_, last = server.client().completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    )
+    assert whole is not None and last.usage is not None
+    for told in (whole, last.usage):
+        assert (told.prompt_tokens, told.completion_tokens, told.total_tokens) == (5, 0, 5)
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], [199], [5] * 600, 5])
+def test_a_prompt_that_cannot_be_is_named(server: TinyServer, prompt: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        server.client().completions.create(model=MODEL, prompt=prompt, max_tokens=1)
+    assert refusal.value.param == "prompt"
+
+
 def test_a_stop_string_ends_an_answer_and_is_not_shown(server: TinyServer) -> None:
     client = server.client()
     whole = says(server, "Hello", 24)
@@ -352,13 +375,16 @@ def test_what_openais_clients_send_besides_is_accepted(server: TinyServer) -> No
     [
         {"response_format": {"type": "text"}},
         {"tool_choice": "none"},
+        {"logprobs": False, "top_logprobs": 0},
+        {"messages": [*HELLO, {**DUMPED, "content": "Hi"}, *HELLO]},
+        {"messages": [*HELLO, {**DUMPED, "annotations": []}, *HELLO]},
         {"tool_choice": "auto", "tools": []},
         {"extra_body": {"tools": None, "tool_choice": None, "response_format": None}},
     ],
 )
 def test_what_asks_for_plain_text_is_accepted(server: TinyServer, options: dict[str, Any]) -> None:
     answer = server.client().chat.completions.create(
-        model=MODEL, messages=HELLO, max_tokens=2, **options
+        **{"model": MODEL, "messages": HELLO, "max_tokens": 2, **options}
     )
     assert answer.usage is not None and answer.usage.completion_tokens <= 2
 
@@ -372,17 +398,34 @@ def test_what_asks_for_plain_text_is_accepted(server: TinyServer, options: dict[
         ({"n": 1_000_000}, "more than 128 answers", "n"),
         ({"n": 100}, "max_num_seqs is 16", None),
         ({"max_tokens": -3}, "max_tokens is -3", "max_tokens"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs is 21", "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21", "top_logprobs"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs", "top_logprobs"),
-        ({"stop": ""}, "stop", None),
-        ({"stop": ["x"] * 17}, "stop", None),
-        ({"stop": "x" * 1_000_000}, "at most 1024 characters", None),
+        ({"stop": ""}, "at least 1 character", "stop"),
+        ({"stop": ["x"] * 17}, "at most 16 items", "stop"),
+        ({"stop": "x" * 1_000_000}, "at most 1024 characters", "stop"),
+        ({"stop": ["x", "y" * 2_000]}, "at most 1024 characters", "stop.1"),
+        ({"messages": [{"role": "user", "content": 5}]}, "valid string", "messages.0.content"),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "needs a content",
+            "messages.0.content",
+        ),
+        ({"messages": [{"role": "usr", "content": "x"}]}, "'assistant'", "messages.0.role"),
+        (
+            {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+            "tool_calls of a message is not supported",
+            "messages.1.tool_calls",
+        ),
+        ({"max_tokens": 508}, "after a prompt of 22 tokens give at most 490", "max_tokens"),
+        ({"max_completion_tokens": 10**18}, "the model takes 512", "max_completion_tokens"),
+        ({"logit_bias": {"199": 1}}, "not 0 to 198", "logit_bias"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "False", None),
         ({"messages": []}, "messages", "messages"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "at most 512", "messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages.0.content",
-            None,
+            "'image_url' is not supported",
+            "messages.0.content.0",
         ),
         ({"tools": [{"type": "function"}]}, "tools is not supported", "tools"),
         (
@@ -422,10 +465,10 @@ def test_what_cannot_be_is_refused_by_its_name(
 ) -> None:
     asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "temperature": 1, **options}
     for stream in (False, True):
-        if stream and "stream_options" in options:
+        if "stream_options" in options and stream is not options.get("stream", False):
             continue
         with pytest.raises(openai.BadRequestError) as refusal:
-            server.client().chat.completions.create(**asked, stream=stream)
+            server.client().chat.completions.create(**{**asked, "stream": stream})
         assert message in refusal.value.message
         assert refusal.value.type == "invalid_request_error"
         assert (refusal.value.code == "unsupported_parameter") is ("not supported" in str(refusal))
@@ -438,8 +481,16 @@ def test_a_prompt_that_never_fits_is_refused_with_the_numbers() -> None:
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError, match="12 blocks, the whole memory has 10"):
                 small.client().completions.create(
+                    model=MODEL, prompt=[5] * 46, max_tokens=1, stream=stream
+                )
+            with pytest.raises(openai.BadRequestError, match="give at most 21, since the memory"):
+                small.client().completions.create(
                     model=MODEL, prompt=[5] * 20, max_tokens=29, stream=stream
                 )
+            told = small.client().completions.create(
+                model=MODEL, prompt=[5] * 20, max_tokens=21, extra_body={"ignore_eos": True}
+            )
+            assert told.usage is not None and told.usage.completion_tokens == 21
         answer = small.client().completions.create(
             model=MODEL, prompt=[[5] * 20, [6] * 5], max_tokens=3
         )
@@ -447,7 +498,7 @@ def test_a_prompt_that_never_fits_is_refused_with_the_numbers() -> None:
         small.wait_until(lambda: small.used_blocks == 0)
         # Of two prompts one never fits: neither is served.
         with pytest.raises(openai.BadRequestError, match="the whole memory has 10"):
-            small.client().completions.create(model=MODEL, prompt=[[6] * 5, [5] * 35], max_tokens=9)
+            small.client().completions.create(model=MODEL, prompt=[[6] * 5, [5] * 45], max_tokens=9)
         small.wait_until(lambda: small.used_blocks == 0)
         small.llm.verify()
 
@@ -517,4 +568,10 @@ def test_tokens_and_text_become_each_other_as_vllm_has_it(server: TinyServer) ->
         assert chat == server.llm.tokenizer("<user>Hello")["input_ids"]
         for body in ({}, {"prompt": "a", "messages": HELLO}, {"prompt": 5}):
             assert http.post("/tokenize", json=body).status_code == 400
+        for body in ({"messages": HELLO, "tools": None}, {"messages": HELLO, "tools": []}):
+            assert http.post("/tokenize", json=body).status_code == 200
+        for body in ({"messages": HELLO, "tools": [{}]}, {"messages": [{"role": "user"}]}):
+            assert http.post("/tokenize", json=body).status_code == 400
         assert http.post("/detokenize", json={"tokens": [-1]}).status_code == 400
+        told = http.post("/detokenize", json={"tokens": [5, VOCABULARY]})
+        assert told.status_code == 400 and told.json()["error"]["param"] == "tokens"

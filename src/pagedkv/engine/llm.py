@@ -332,6 +332,11 @@ class LLM:
         return self._driving.num_waiting
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids that the model knows: 0 up to this."""
+        return self._engine.model.vocab_size
+
+    @property
     def recording_failure(self) -> str | None:
         """Why the run is written down no further, in one line; None while it is, or need not be."""
         return None if self._recorder is None else self._recorder.failure

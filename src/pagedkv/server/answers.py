@@ -28,6 +28,8 @@ class Ask:
     """Choices for each prompt."""
     is_copied: bool
     """Whether all choices are copies of one sample: greedy answers to one prompt are equal."""
+    is_prompt_alone: bool
+    """Whether nothing was to be said; a step makes a token all the same, which nobody is told."""
 
     @classmethod
     def of(
@@ -38,6 +40,7 @@ class Ask:
         num_choices: int,
         num_prompts: int,
         max_answers: int,
+        is_prompt_alone: bool = False,
         **params: Any,
     ) -> Ask:
         """The request of a body. Raises `ApiError` for one that is out of range."""
@@ -53,7 +56,7 @@ class Ask:
             made = body.sampling_params(n=1 if is_copied else num_samples, **params)
         except InvalidInput as error:
             raise from_invalid_input(error, type(body).model_fields) from None
-        return cls(made, num_choices, is_copied)
+        return cls(made, num_choices, is_copied, is_prompt_alone)
 
     def places(self, prompt: int, sample: int) -> Iterator[int]:
         """The indices of the choices that a sample is."""
@@ -97,6 +100,7 @@ def usage(requests: Sequence[Request], ask: Ask) -> dict[str, Any]:
     prompt = sum(len(request.prompt_ids) for request in requests)
     said = sum(len(sample.token_ids) for request in requests for sample in request.samples)
     said *= ask.num_choices if ask.is_copied else 1
+    said *= not ask.is_prompt_alone
     return {
         "prompt_tokens": prompt,
         "completion_tokens": said,

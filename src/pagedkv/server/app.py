@@ -8,7 +8,9 @@ from starlette.exceptions import HTTPException
 
 from pagedkv._version import __version__
 from pagedkv.engine.detokenizer import TokenTexts
-from pagedkv.server.errors import ApiError, answer_api_error
+from pagedkv.server.chat_schema import ChatRequest, Message, ResponseFormat, TextPart
+from pagedkv.server.completion_schema import CompletionRequest
+from pagedkv.server.errors import ApiError, answer_api_error, from_validation
 from pagedkv.server.exchange import ClientLeft
 from pagedkv.server.generation import add_generation
 from pagedkv.server.logprob_shapes import TokenNames
@@ -16,7 +18,9 @@ from pagedkv.server.looks import add_looks
 from pagedkv.server.memory_page.endpoints import add_memory_page
 from pagedkv.server.openapi import describe_errors
 from pagedkv.server.prompts import PromptReader
+from pagedkv.server.sampling_schema import StreamOptions
 from pagedkv.server.serving import Serving
+from pagedkv.server.tokenize_schema import DetokenizeRequest, TokenizeRequest
 from pagedkv.server.tokenizing import add_tokenizing
 
 
@@ -48,19 +52,20 @@ def create_app(serving: Serving) -> FastAPI:
     return app
 
 
+_FIELDS = frozenset(
+    name
+    for model in (
+        *(ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
+        *(Message, TextPart, ResponseFormat, StreamOptions),
+    )
+    for name in model.model_fields
+)
+
+
 async def _answer_validation_error(request: Request, error: Exception) -> Response:
     """A body that the schema refuses, by its first mistake."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    param = ".".join(place) or None
-    problem = str(first["msg"])
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is no JSON: {first['ctx']['error']}").response()
-    if first["type"] == "extra_forbidden":
-        problem = "there is no such field, and it could change the result: leave it out"
-    message = f"{param}: {problem}" if param else problem
-    return ApiError(400, message[:500], param=None if param is None else param[:200]).response()
+    return from_validation(error.errors(), _FIELDS).response()
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from pagedkv.server.errors import ApiError
+from pagedkv.engine.sampling_params import MAX_LOGPROBS
+from pagedkv.server.errors import UNSUPPORTED, ApiError
 from pagedkv.server.sampling_schema import SamplingFields
 
 
@@ -19,17 +21,53 @@ class TextPart(BaseModel):
     type: Literal["text"]
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, part: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise PydanticCustomError(
+                UNSUPPORTED,
+                "content of type {kind} is not supported: text alone is, no images and no sound",
+                {"kind": repr(kind[:64])},
+            )
+        return part
+
 
 class Message(BaseModel):
-    """A message of a chat."""
+    """A message of a chat: what a client wrote, or an answer as its library dumps it."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    role: Annotated[str, Field(min_length=1, max_length=64)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     refusal: str | None = None
+    annotations: list[Any] | None = None
+
+    # Accepted where there is nothing in them.
+    audio: Any = None
+    function_call: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
     tool_calls: list[Any] | None = None
+
+    def check(self, place: int) -> None:
+        """Raise `ApiError` for what the prompt would lack; `place` is the message's own."""
+        for name in ("audio", "function_call", "reasoning", "reasoning_content", "tool_calls"):
+            if getattr(self, name):
+                raise ApiError(
+                    400,
+                    f"{name} of a message is not supported: leave it out",
+                    param=f"messages.{place}.{name}",
+                    code="unsupported_parameter",
+                )
+        if self.content is None and self.role != "assistant":
+            raise ApiError(
+                400,
+                f"messages.{place}.content: a message of {self.role} needs a content",
+                param=f"messages.{place}.content",
+            )
 
     @property
     def text(self) -> str:
@@ -100,10 +138,7 @@ class ChatRequest(SamplingFields):
                 code="unsupported_parameter",
             )
         for place, message in enumerate(self.messages):
-            if message.tool_calls:
-                raise ApiError(
-                    400, "calls of tools are not supported", param=f"messages.{place}.tool_calls"
-                )
+            message.check(place)
         if (
             self.max_tokens is not None
             and self.max_completion_tokens is not None
@@ -114,8 +149,14 @@ class ChatRequest(SamplingFields):
                 "max_tokens and max_completion_tokens are two names of the same: give one",
                 param="max_tokens",
             )
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: set it to true", param="top_logprobs")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise ApiError(
+                400,
+                f"top_logprobs is {self.top_logprobs}: give 0 to {MAX_LOGPROBS}",
+                param="top_logprobs",
+            )
         if self.add_generation_prompt and self.continue_final_message:
             raise ApiError(
                 400,

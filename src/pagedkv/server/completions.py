@@ -58,6 +58,7 @@ def completion_ask(body: CompletionRequest, max_answers: int) -> Ask:
         num_choices=num_choices,
         num_prompts=len(body.prompts),
         max_answers=max_answers,
+        is_prompt_alone=body.is_prompt_alone,
         max_tokens=body.token_limit,
         logprobs=0 if needs_logprobs else body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
@@ -81,10 +82,7 @@ def completion_answer(
             for index in ask.places(place, rank):
                 choices.append(_choice(body, request, completion, index, told, names))
     heading = Heading.new("cmpl", "text_completion", model)
-    counts = usage(requests, ask)
-    if body.is_prompt_alone:
-        counts |= {"completion_tokens": 0, "total_tokens": counts["prompt_tokens"]}
-    return {**heading.fields, "choices": choices, "usage": counts}
+    return {**heading.fields, "choices": choices, "usage": usage(requests, ask)}
 
 
 def completion_events(

@@ -6,7 +6,7 @@ clients send and that change nothing here are accepted and named below.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -34,6 +34,7 @@ class StreamOptions(BaseModel):
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
 
 
 class SamplingFields(BaseModel):

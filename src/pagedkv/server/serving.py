@@ -125,6 +125,24 @@ class Serving:
                 code="model_not_found",
             )
 
+    def check_room(self, prompt_tokens: int, max_tokens: int, *, param: str) -> None:
+        """Raise `ApiError` 400 where an answer that is asked for is longer than any can be.
+
+        A prompt that leaves no room at all is the engine's to refuse.
+        """
+        budget = self.llm.budget
+        longest = min(self.llm.max_model_len, budget.num_blocks * budget.block_size + 1)
+        room = longest - prompt_tokens
+        if 1 <= room < max_tokens:
+            of = "model" if longest == self.llm.max_model_len else "memory"
+            raise ApiError(
+                400,
+                f"{param} is {max_tokens}: after a prompt of {prompt_tokens} tokens give at most "
+                f"{room}, since the {of} takes {longest} in all",
+                param=param,
+                code="context_length_exceeded",
+            )
+
     @property
     def is_busy(self) -> bool:
         """Whether anybody waits for an answer, or reads one."""

@@ -23,6 +23,7 @@ class TokenizeRequest(BaseModel):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+    tools: list[Any] | None = None
 
     def check(self) -> None:
         """Raise `ApiError` for bodies that have not one of both, or contradict themselves."""
@@ -34,6 +35,15 @@ class TokenizeRequest(BaseModel):
                 "the chat template brings its own special tokens: leave add_special_tokens out",
                 param="add_special_tokens",
             )
+        if self.tools:
+            raise ApiError(
+                400,
+                "tools is not supported: leave it out",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        for place, message in enumerate(self.messages or ()):
+            message.check(place)
         if self.messages and self.add_generation_prompt and self.continue_final_message:
             raise ApiError(
                 400,
