@@ -21,7 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from models.tiny_server import MODEL, TinyServer, tiny_server
 from pagedkv.engine.outputs import Chunk
 from pagedkv.engine.statistics import StepTimes
-from pagedkv.server.metrics import AnswerTimes, Metrics
+from pagedkv.server.limits import ServerLimits
+from pagedkv.server.metrics import REFUSALS, AnswerTimes, Metrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -160,6 +161,39 @@ def test_every_block_is_free_cached_or_used_and_the_parts_of_steps_are_the_whole
     parts = [value for name, value in found.items() if name.startswith("pagedkv_step_part_seconds")]
     assert len(parts) == 4 and sum(parts) == pytest.approx(found["pagedkv_step_seconds_sum"])
     assert found["pagedkv_step_seconds_count"] == found["pagedkv_steps_total"]
+
+
+def test_every_refusal_is_counted_from_nothing_under_its_code() -> None:
+    def refused(server: TinyServer) -> dict[str, float]:
+        found = values(server)
+        before = "pagedkv_requests_refused_total,reason="
+        return {
+            name.removeprefix(before): value
+            for name, value in found.items()
+            if name.startswith(before)
+        }
+
+    with tiny_server(limits=ServerLimits(max_body_bytes=10_000)) as server, server.http() as http:
+        assert refused(server) == dict.fromkeys(REFUSALS, 0.0)
+        for body in (
+            {"prompt": 5},
+            {"prompt": "Hi", "top_p": 2},
+            {"prompt": [199]},
+            {"prompt": "x" * 600},
+            {"prompt": "x" * 11_000},
+            {"prompt": "Hi", "suffix": "x"},
+            {"prompt": "Hi", "model": "x"},
+        ):
+            assert http.post("/v1/completions", json=body).status_code >= 400
+        assert http.get("/nowhere").status_code == 404
+        assert {name: value for name, value in refused(server).items() if value} == {
+            "invalid": 3,
+            "context_length_exceeded": 1,
+            "body_too_large": 1,
+            "unsupported_parameter": 1,
+            "model_not_found": 1,
+            "not_found": 1,
+        }
 
 
 def test_vllms_names_have_the_same_numbers(server: TinyServer) -> None:

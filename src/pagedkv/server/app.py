@@ -31,7 +31,7 @@ def create_app(serving: Serving) -> FastAPI:
     """
     app = FastAPI(title="pagedkv", version=__version__, docs_url=None, redoc_url=None)
     app.state.serving = serving
-    app.add_exception_handler(ApiError, answer_api_error)
+    app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(ClientLeft, _answer_nobody)
     app.add_exception_handler(RequestValidationError, _answer_validation_error)
     app.add_exception_handler(HTTPException, _answer_http_exception)
@@ -62,16 +62,23 @@ _FIELDS = frozenset(
 )
 
 
+async def _answer_api_error(request: Request, error: Exception) -> Response:
+    """Any refusal, which is counted."""
+    assert isinstance(error, ApiError)
+    request.app.state.serving.count_refusal(error)
+    return await answer_api_error(request, error)
+
+
 async def _answer_validation_error(request: Request, error: Exception) -> Response:
     """A body that the schema refuses, by its first mistake."""
     assert isinstance(error, RequestValidationError)
-    return from_validation(error.errors(), _FIELDS).response()
+    return await _answer_api_error(request, from_validation(error.errors(), _FIELDS))
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-    made = ApiError(error.status_code, message).response()
+    made = await _answer_api_error(request, ApiError(error.status_code, message))
     made.headers.update(error.headers or {})
     return made
 

@@ -36,6 +36,11 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
 
     @property
+    def reason(self) -> str:
+        """What it is counted under: its code, or what it comes to."""
+        return self.code or ("not_found" if self.status in (404, 405) else "invalid")
+
+    @property
     def body(self) -> dict[str, Any]:
         """The error as JSON has it."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -33,15 +33,23 @@ class Guard:
     limit, or the request is answered here and its connection closed. Only what has arrived of
     bodies that are not whole counts against what may be held: announcing takes nothing.
 
-    Raises `InvalidInput` for an empty key.
+    `on_refusal` is told what is answered here. Raises `InvalidInput` for an empty key.
     """
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str], limits: ServerLimits) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Sequence[str],
+        limits: ServerLimits,
+        on_refusal: Callable[[ApiError], object] | None = None,
+    ) -> None:
         if not all(keys):
             raise InvalidInput("api_key is empty, which everybody has: give a key, or none at all")
         self._app = app
         self._keys = [key.encode() for key in keys]
         self._limits = limits
+        self._on_refusal = on_refusal
         self._held_bytes = 0
         self.num_asking = 0
         """Requests with a body that are inside and not answered."""
@@ -64,6 +72,8 @@ class Guard:
         except ApiError as error:
             if error.status != 408 and not _waits_to_send(scope):
                 await self._take_the_rest(arriving)
+            if self._on_refusal is not None:
+                self._on_refusal(error)
             response = error.response()
             response.headers["Connection"] = "close"  # no more of the body is read
             await response(scope, receive, send)

@@ -23,6 +23,15 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+FINISHES = ("stop", "length", "abort", "error")
+
+REFUSALS = (
+    *("invalid", "context_length_exceeded", "unsupported_parameter", "body_too_large"),
+    *("body_timeout", "invalid_api_key", "not_found", "model_not_found", "queue_full"),
+    *("too_many_streams", "too_many_watchers", "overloaded", "shutting_down", "broken_law"),
+)
+"""What `ApiError.reason` may be, of all that is not the server's own failure."""
+
 _WAITING_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 _STEP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -44,10 +53,15 @@ class RequestMetrics:
         )
         self.refused = Counter(
             "pagedkv_requests_refused",
-            "Requests that were not admitted, by reason.",
+            "Requests that were answered with an error, by its code.",
             ["reason"],
             registry=registry,
         )
+        # All at 0 from the start: a rate does not see the first of a series that begins at 1.
+        for reason in FINISHES:
+            self.finished.labels(reason)
+        for reason in REFUSALS:
+            self.refused.labels(reason)
         self.prompt_tokens = Counter(
             "pagedkv_prompt_tokens",
             "Tokens of the prompts that got a first token.",

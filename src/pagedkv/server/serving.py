@@ -79,7 +79,8 @@ class Serving:
 
         Raises `ApiError` 503 while draining or when a law is broken, 429 past the limits.
         """
-        self._check_admission(is_streamed)
+        self.check_open()
+        self._check_load(is_streamed)
         exchange = Exchange(
             prompts,
             params,
@@ -97,7 +98,8 @@ class Serving:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Within, a long prompt becomes token ids. Raises what `exchange` raises."""
-        self._check_admission(is_streamed=False)
+        self.check_open()
+        self._check_load(is_streamed=False)
         self.num_reading += 1
         try:
             yield
@@ -114,6 +116,11 @@ class Serving:
             )
         if self.is_draining:
             raise shutting_down()
+
+    def count_refusal(self, error: ApiError) -> None:
+        """Note what a client is answered instead of what it asked for. Not a step's failure."""
+        if error.status != 500:
+            self._metrics.requests.refused.labels(error.reason).inc()
 
     def check_model(self, model: str | None) -> None:
         """Raise `ApiError` 404 for another model than the one that is served."""
@@ -212,14 +219,6 @@ class Serving:
         for exchange in list(self.exchanges):
             exchange.break_off(reason)
 
-    def _check_admission(self, is_streamed: bool) -> None:
-        try:
-            self.check_open()
-            self._check_load(is_streamed)
-        except ApiError as refusal:
-            self._metrics.requests.refused.labels(refusal.code).inc()
-            raise
-
     def _check_load(self, is_streamed: bool) -> None:
         waiting = self.llm.num_waiting + self.num_reading
         if waiting and waiting >= self.limits.max_waiting:
@@ -248,9 +247,7 @@ class Serving:
         self.exchanges.discard(exchange)
         if isinstance(exchange.reason, ClientLeft):
             self._metrics.requests.finished.labels("abort").inc(exchange.num_going_on)
-        elif isinstance(exchange.reason, InvalidInput):
-            self._metrics.requests.refused.labels("invalid").inc()
-        elif exchange.reason is not None:
+        elif exchange.reason is not None and not isinstance(exchange.reason, InvalidInput):
             self._metrics.requests.finished.labels("error").inc(exchange.num_going_on)
         self._ends_s = [*self._ends_s[-31:], time.perf_counter()]
         for order in exchange.orders:
