@@ -104,6 +104,13 @@ def test_the_models_the_version_and_the_health_are_told(server: TinyServer) -> N
         assert http.get("/version").json() == {"version": __version__}
 
 
+def test_whether_it_is_there_can_be_asked_without_a_body(server: TinyServer) -> None:
+    with server.http() as http:
+        for path in ("/health", "/version", "/v1/models", "/memory"):
+            told = http.head(path)
+            assert told.status_code == 200 and told.content == b""
+
+
 def test_usage_is_told_with_the_tokens_that_the_cache_had(server: TinyServer) -> None:
     client = server.client()
     prompt = "A prompt that nobody has sent before, of several blocks"

@@ -68,7 +68,7 @@ def serve(
             help="After SIGTERM, time for answers to be finished.",
             rich_help_panel=_SERVER,
         ),
-    ] = 30.0,
+    ] = 25.0,
     record: Annotated[
         Path | None,
         typer.Option(
@@ -118,6 +118,7 @@ def serve(
         raise InvalidInput("--api-key is empty, which everybody has: give a key, or none at all")
     require_engine()
     require_server()
+    _say("starting: torch and transformers")
     from pagedkv.engine.llm import LLM
     from pagedkv.server.lifecycle import Server, listen
     from pagedkv.server.limits import ServerLimits

@@ -55,12 +55,14 @@ class Server(uvicorn.Server):
         *,
         listener: socket.socket,
         api_keys: Sequence[str] = (),
-        drain_s: float = 30.0,
+        drain_s: float = 25.0,
         announce: Callable[[str], object] | None = None,
     ) -> None:
         app = create_app(serving)
         self._reader: PromptReader = app.state.reader
-        self._guard = Guard(app, keys=api_keys, limits=serving.limits)
+        self._guard = Guard(
+            app, keys=api_keys, limits=serving.limits, on_refusal=serving.count_refusal
+        )
         super().__init__(
             uvicorn.Config(
                 self._guard,

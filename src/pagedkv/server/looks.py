@@ -14,6 +14,7 @@ from pagedkv.server.serving import Serving
 def add_looks(app: FastAPI, serving: Serving) -> None:
     """The endpoints that look at the server."""
 
+    @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")
     async def models() -> Response:
         return json_response({"object": "list", "data": [serving.description]})
@@ -23,11 +24,13 @@ def add_looks(app: FastAPI, serving: Serving) -> None:
         serving.check_model(model)
         return json_response(serving.description)
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         serving.check_open()
         return json_response({"status": "ok"})
 
+    @app.head("/version", include_in_schema=False)
     @app.get("/version")
     async def version() -> Response:
         return json_response({"version": __version__})

@@ -58,7 +58,7 @@ def add_memory_page(app: FastAPI, serving: Serving) -> None:
 
     for path, (content, media_type) in FILES.items():
         app.add_api_route(
-            path, _file(content, media_type), methods=["GET"], include_in_schema=False
+            path, _file(content, media_type), methods=["GET", "HEAD"], include_in_schema=False
         )
 
     @app.get("/memory/stream", include_in_schema=False)
