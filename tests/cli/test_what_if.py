@@ -273,6 +273,20 @@ def test_a_recorded_run_at_its_own_settings_is_the_base(
         assert base["ttft_s"] == alone["schemes"][0]["ttft_s"]
         assert more["num_blocks"] == 36
         assert (more["running_peak"] > base["running_peak"]) == bool(by_step)
+        named = [text for text in found["remarks"] if "A100" in text and "llama" in text]
+        assert bool(named) != bool(by_step)  # the recording does not say what it ran on
+
+
+def test_steps_are_told_in_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    line = {"prompt_tokens": 60, "output_tokens": 4, "arrival_s": 0.0, "arrival_step": 0}
+    line |= {"prefix_granularity": 8, "covers_output": True, "request": 0, "sample": 0}
+    line |= {"prefix_ids": [f"{i:032x}" for i in range(8)]}
+    line |= {"engine": {"num-blocks": 9, "block-size": 8, "max-num-seqs": 3}}
+    Path("run.jsonl").write_text(json.dumps(line) + "\n")
+    command = ["simulate", "run.jsonl", "--by-step", "--no-report", "--what-if", "num_blocks=1x,4x"]
+    assert main.run(command) == 0
+    out = capsys.readouterr().out
+    assert "(steps)" in out and "(s)" not in out and "As it was" in out and " ms" not in out
 
 
 @pytest.mark.parametrize(
@@ -302,9 +316,11 @@ def test_the_table_fits_80_columns_and_marks_how_it_was(
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80 and "…" not in out
-    [base] = [line for line in lines if line.startswith("*") and "as it was" not in line]
+    [base] = [line for line in lines if line.startswith("*") and "settings" not in line]
     assert base.split()[1:5] == ["1x", "16", "1x", "700"]
-    assert "As it was (num-blocks 1x, block-size 16, load 1x): " in out
+    assert "Simulated at its own settings (num-blocks 1x, block-size 16, load 1x): " in " ".join(
+        out.split()
+    )
 
 
 def test_long_values_are_broken_and_numbers_are_not(capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,13 +68,25 @@ def readable(html: str) -> str:
 
 def test_the_sentences_tell_how_it_was_what_is_best_and_how_little_does() -> None:
     first, best, fastest, least = sentences(RESULT)
-    assert first.startswith("As it was (num-blocks 100, block-size 16): 30.0 % of the prompt")
+    assert first.startswith(
+        "Simulated at its own settings (num-blocks 100, block-size 16): 30.0 % of the prompt"
+    )
     assert best == "The highest hit rate, 50.00 %, comes with num-blocks 100, block-size 32."
-    assert fastest.endswith("comes as it was.")  # no other is faster
+    assert fastest.endswith("comes simulated at its own settings.")  # no other is faster
     assert least == (
         "The least memory without a preemption is 100 blocks of 32 tokens (num-blocks 100, "
         "block-size 32)."
     )
+
+
+def test_where_steps_are_counted_nothing_is_in_seconds() -> None:
+    counted = replace(RESULT, settings={**RESULT.settings, "by-step": True})
+    first, _, fastest, _ = sentences(counted)
+    assert first.startswith("As it was (") and first.endswith("steps (p99).")
+    assert fastest.endswith(" steps, comes as it was.")
+    told = readable(what_if_html(counted))
+    assert told.count("TTFT p99 (steps)") == 2
+    assert told.count("TTFT p99 (s)") == 1  # where all metrics are defined
 
 
 def test_memory_that_is_as_large_but_for_a_rounding_is_told_as_it_was() -> None:

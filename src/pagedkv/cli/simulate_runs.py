@@ -116,6 +116,8 @@ def run_what_if(
         bars("what if", len(rows) / len(wanted))
     _refuse_if_none_was_served(setup.trace, tuple(row.scheme for row in rows))
     remarks = setup.remarks if setup.trace.has_prefix_ids else (*setup.remarks, NO_PREFIX_IDS)
+    if setup.trace.recorded_with is not None and not (given.by_step or given.is_measured):
+        remarks = (_simulated_times(setup, typed), *remarks)
     if again:
         names = "; ".join(
             ", ".join(f"{v.name} {value}" for v, value in zip(variations, values))
@@ -138,6 +140,17 @@ def run_what_if(
         names=tuple(variation.name for variation in variations),
         rows=tuple(rows),
         remarks=remarks,
+    )
+
+
+def _simulated_times(setup: _Setup, typed: dict[str, str]) -> str:
+    """On what a recorded run is simulated, which the recording does not say."""
+    assumed = [f"--{name}" for name in ("gpu", "model") if name not in typed]
+    whence = f", which {' and '.join(assumed)} would change" if assumed else ""
+    return (
+        f"times are simulated for {setup.settings['gpu']} with {setup.geometry.name}{whence}; how "
+        "long a step takes also decides how many run at once, and so has a say in hits, "
+        "preemptions and waste: --by-step repeats the run's own steps"
     )
 
 

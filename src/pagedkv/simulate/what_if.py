@@ -34,10 +34,29 @@ def shows_blocks(result: WhatIfResult) -> bool:
     return len({row.num_blocks for row in result.rows}) > 1
 
 
+def is_by_step(result: WhatIfResult) -> bool:
+    """Whether time is counted in steps, and the steps of the run are repeated."""
+    return bool(result.settings.get("by-step"))
+
+
+def base_in_words(result: WhatIfResult) -> str:
+    """What the row of the base shows: the run itself, or the run simulated without a change."""
+    return "as it was" if is_by_step(result) else "simulated at its own settings"
+
+
+def unit_of(result: WhatIfResult, metric: Metric) -> str:
+    """The unit of a metric: seconds are steps where those are counted."""
+    if not is_by_step(result):
+        return metric.unit
+    return {"s": "steps", "tokens/s": "tokens/step"}.get(metric.unit, metric.unit)
+
+
 def sentences(result: WhatIfResult) -> tuple[str, ...]:
     """What to know first: how it was, what would have been best, how little would have done."""
     base = result.base
-    found = [f"As it was ({in_words(result, base)}): {_state(base)}."]
+    found = [
+        f"{_capital(base_in_words(result))} ({in_words(result, base)}): {_state(result, base)}."
+    ]
     others = [row for row in result.rows if not row.is_base]
     began = [row.scheme.began for row in result.rows if not row.scheme.refused]
     all_began = len(set(began)) <= 1
@@ -54,8 +73,8 @@ def sentences(result: WhatIfResult) -> tuple[str, ...]:
         if known and (key != "ttft_s.p99" or all_began):
             best = min(known, key=lambda pair: pair[0])[1]
             shown = show_metric(metric, best.scheme)
-            where = "as it was" if best.is_base else f"with {in_words(result, best)}"
-            found.append(f"{what}, {shown} {metric.unit}, comes {where}.")
+            where = base_in_words(result) if best.is_base else f"with {in_words(result, best)}"
+            found.append(f"{what}, {shown} {unit_of(result, metric)}, comes {where}.")
     if not all_began:
         found.append(
             f"Before the time given was over {min(began):,} to {max(began):,} requests began: "
@@ -79,7 +98,11 @@ def in_words(result: WhatIfResult, row: WhatIfRow) -> str:
     return ", ".join(f"{name} {value}" for name, value in zip(result.names, row.values))
 
 
-def _state(row: WhatIfRow) -> str:
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _state(result: WhatIfResult, row: WhatIfRow) -> str:
     scheme = row.scheme
     parts = []
     if scheme.hit_rate_first is not None:
@@ -90,7 +113,13 @@ def _state(row: WhatIfRow) -> str:
     parts.append(f"{scheme.preemptions:,} preemption{'' if scheme.preemptions == 1 else 's'}")
     if math.isfinite(scheme.ttft_s.p50):
         parts.append(
-            f"first tokens after {show_seconds(scheme.ttft_s.p50)} (p50) and "
-            f"{show_seconds(scheme.ttft_s.p99)} (p99)"
+            f"first tokens after {_time(result, scheme.ttft_s.p50)} (p50) and "
+            f"{_time(result, scheme.ttft_s.p99)} (p99)"
         )
     return ", ".join(parts)
+
+
+def _time(result: WhatIfResult, value: float) -> str:
+    if is_by_step(result):
+        return f"{show_number(value, None)} steps"
+    return show_seconds(value)

@@ -23,7 +23,15 @@ from pagedkv.simulate.report_page import (
     unit_html,
 )
 from pagedkv.simulate.results import WhatIfResult, WhatIfRow
-from pagedkv.simulate.what_if import CHARTED, columns_of, in_words, sentences, shows_blocks
+from pagedkv.simulate.what_if import (
+    CHARTED,
+    base_in_words,
+    columns_of,
+    in_words,
+    sentences,
+    shows_blocks,
+    unit_of,
+)
 from pagedkv.simulate.whole_file import write_whole
 
 MOST_LINES = 6
@@ -80,7 +88,7 @@ def _charts_section(result: WhatIfResult, figures: dict[str, Figure]) -> str:
             f"{in_words(result, row)}: {show_metric(metric, row.scheme)}" for row in result.rows
         )
         charts.append(
-            f"<figure><h3>{escape(metric.label)}{unit_html(metric.unit)}</h3>"
+            f"<figure><h3>{escape(metric.label)}{unit_html(unit_of(result, metric))}</h3>"
             f"{chart(name, f'{metric.label}: {described}')}</figure>"
         )
     left_out = "" if len(drawn) == len(lines) else f" The first {len(drawn)} of {len(lines)} lines."
@@ -106,7 +114,8 @@ def _charts(
     return section(
         "charts",
         f"By {result.names[across]}",
-        f"Each point is the whole trace once more. The diamond is how it was.{left_out}",
+        "Each point is the whole trace once more. The diamond is the trace "
+        f"{base_in_words(result)}.{left_out}",
         f'{legend}<div class="grid">{"".join(charts)}</div>',
     )
 
@@ -136,7 +145,7 @@ def _figure(
         {
             "type": "scatter",
             "mode": "markers",
-            "name": "as it was",
+            "name": base_in_words(result),
             "x": [result.base.values[across]],
             "y": [_shown(metric, result.base)],
             "marker": {"size": 12, "symbol": "diamond", "color": "--here"},
@@ -197,7 +206,7 @@ def _table_section(result: WhatIfResult) -> str:
         heads += "<th scope=col>blocks</th>"
     heads += "".join(
         f'<th scope=col title="{escape(metric.definition)}">{escape(metric.label)}'
-        f"{unit_html(metric.unit)}</th>"
+        f"{unit_html(unit_of(result, metric))}</th>"
         for metric in columns
     )
     if any_refused:
@@ -211,7 +220,7 @@ def _table_section(result: WhatIfResult) -> str:
         if any_refused:
             cells.append(f"{len(row.scheme.refused):,}")
         marked = ' class="us"' if row.is_base else ""
-        sign = "as it was" if row.is_base else ""
+        sign = base_in_words(result) if row.is_base else ""
         rows.append(
             f"<tr><th scope=row{marked}>{sign}</th>"
             + "".join(f"<td{marked}>{escape(cell)}</td>" for cell in cells)
@@ -220,7 +229,8 @@ def _table_section(result: WhatIfResult) -> str:
     return section(
         "numbers",
         "Every choice",
-        "The row that is set off is how it was. --json FILE has every metric of every row.",
+        f"The row that is set off is the trace {base_in_words(result)}. --json FILE has every "
+        "metric of every row.",
         '<div class="scroll" tabindex="0" role="region" aria-label="Metrics by choice">'
         f'<table class="full"><thead><tr><th scope=col></th>{heads}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>",

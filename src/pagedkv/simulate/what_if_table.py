@@ -10,7 +10,13 @@ from pagedkv.simulate.headline import memory_size, traffic_size
 from pagedkv.simulate.metrics import Metric, show_metric
 from pagedkv.simulate.results import WhatIfResult
 from pagedkv.simulate.table import plain_table, print_text, writable
-from pagedkv.simulate.what_if import columns_of, sentences, shows_blocks
+from pagedkv.simulate.what_if import (
+    base_in_words,
+    columns_of,
+    is_by_step,
+    sentences,
+    shows_blocks,
+)
 
 BASE_SIGN = "*"
 
@@ -51,10 +57,10 @@ def print_what_if(result: WhatIfResult, console: Console) -> None:
         if _width(table, console) <= console.width:
             break
         columns.remove(metric)
-        left_out.append(_HEADINGS[metric.key].replace("-\n", "").replace("\n", " "))
+        left_out.append(_heading(result, metric).replace("-\n", "").replace("\n", " "))
         table = _table(result, columns, console)
     console.print(table)
-    print_text(console, Text(f"{BASE_SIGN} as it was"))
+    print_text(console, Text(f"{BASE_SIGN} {base_in_words(result)}"))
     if left_out:
         print_text(console, Text(f"Not shown, for the width: {', '.join(left_out)}"))
     for remark in result.remarks:
@@ -79,7 +85,7 @@ def _table(result: WhatIfResult, columns: list[Metric], console: Console) -> Tab
     if any_refused:
         table.add_column("re-\nfused", justify="right", no_wrap=True)
     for metric in columns:
-        table.add_column(_HEADINGS[metric.key], justify="right", no_wrap=True)
+        table.add_column(_heading(result, metric), justify="right", no_wrap=True)
     for row in result.rows:
         cells = [BASE_SIGN if row.is_base else "", *row.values]
         if shows_blocks(result):
@@ -91,6 +97,18 @@ def _table(result: WhatIfResult, columns: list[Metric], console: Console) -> Tab
             *(Text(writable(cell, console)) for cell in cells), style="bold" if row.is_base else ""
         )
     return table
+
+
+def _heading(result: WhatIfResult, metric: Metric) -> str:
+    heading = _HEADINGS[metric.key]
+    if not is_by_step(result):
+        return heading
+    for seconds, steps in (
+        ("TTFT\np50 (s)", "TTFT p50\n(steps)"),
+        ("TTFT\np99 (s)", "TTFT p99\n(steps)"),
+    ):
+        heading = heading.replace(seconds, steps)
+    return heading.replace("(tok/s)", "(tok/step)")
 
 
 def _broken(name: str) -> str:
