@@ -5,7 +5,7 @@ import { bytes, count, number, percent } from "./words.js";
 
 const TILES = [
   ["tokens", "tokens a second"],
-  ["hits", "of prompt tokens were cached"],
+  ["hits", "of prompt tokens were cached, since the start"],
   ["fill", "of the slots in used blocks hold a token"],
   ["sequences", "sequences run"],
   ["gaveWay", "times a sequence gave way"],
