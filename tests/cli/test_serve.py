@@ -88,6 +88,8 @@ def served(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str
                 break
         else:
             raise AssertionError("".join(told))
+        stages = ("starting", "loading", "reading the weights", "laying the weights", "KV memory")
+        assert [stage for line in told for stage in stages if line.startswith(stage)] == [*stages]
         with OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
             yield process, client
     finally:

@@ -58,8 +58,8 @@ class LLM:
     chunks. `tokenizer` is loaded with the model unless given; with a loaded model and none,
     prompts and answers are token ids. `record` names a new file to which the run is written, for
     `pagedkv simulate` to repeat: times, lengths and who shares a prefix with whom, never token
-    ids or text. `announce` is told in one line each what the memory is worth and what packing
-    the weights costs: `print` shows them.
+    ids or text. `announce` is told in one line each what a model that is loaded here is at, what
+    the memory is worth and what packing the weights costs: `print` shows them.
 
     Raises `InvalidInput`, one line, for what cannot be: a folder without a model, a model that
     needs more memory than there is, an architecture that would not run right.
@@ -101,9 +101,13 @@ class LLM:
             if ahead:
                 raise InvalidInput(RECORDED_AHEAD)
             check_is_new(record)
+        announce = announce or _silent
+        if isinstance(model, (str, os.PathLike)):
+            announce("reading the weights")
         loaded, tokenizer = _loaded(model, gguf_file, tokenizer, dtype, device)
         self.tokenizer = tokenizer
-        announce = announce or _silent
+        if isinstance(model, (str, os.PathLike)):
+            announce("laying the weights out")
         with _room_on(next(loaded.parameters()).device):
             paged = PagedModel(loaded, pack_weights=pack_weights)
         self.max_model_len = _max_model_len(paged, max_model_len)
