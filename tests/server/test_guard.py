@@ -262,8 +262,9 @@ def test_bodies_that_arrive_together_are_bounded_and_what_is_announced_takes_not
         assert refused.num_given == 3  # or it would never see what it is told
         for client in (*silent, *slow):
             client.may_go_on.set()
-        while guarded.guard.num_asking < 164:
+        for _ in range(1_000):
             await asyncio.sleep(0)
+        assert guarded.guard.num_asking == 164
         # They wait for their answers, and hold up nobody.
         assert guarded.guard._held_bytes == 0
         more = asyncio.create_task(guarded.ask(piece(b"x"), content_length="1"))
