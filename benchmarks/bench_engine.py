@@ -105,8 +105,10 @@ def compare(
                 continue
             start = time.perf_counter()
             run()
+            seconds = time.perf_counter() - start
+            print(f"{name}, round {round_}: {seconds:.1f} s", file=sys.stderr, flush=True)
             if round_:
-                best[name] = min(best[name], time.perf_counter() - start)
+                best[name] = min(best[name], seconds)
     print(f"\n{title}, {NEW_TOKENS} new tokens each")
     mine = best["pagedkv"]
     for name, seconds in best.items():
