@@ -1,20 +1,9 @@
-"""Keys and values in the blocks: one page a block, all layers in it.
-
-::
-
-    page of one block   [ layer 0: K | V ][ layer 1: K | V ] ...
-    K of one layer      [ kv head ][ token of the block ][ key_dim ]
-    V of one layer      [ kv head ][ token of the block ][ value_dim ]
-
-So the keys of one head in one block are one contiguous run, and a block is copied, swapped or
-stored as one. Layers may differ in heads and in size; each has its place in the page.
-"""
+"""Keys and values in the memory of a CPU, in pages, and attention that reads them there."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,6 +20,7 @@ from pagedkv.attention.arrays import (
     native,
 )
 from pagedkv.attention.kernels import kernel as kernel_for
+from pagedkv.attention.pages import LayerShape, Pages, check_options
 from pagedkv.attention.plan import LayerKind, Plan
 from pagedkv.attention.threads import Threads
 from pagedkv.attention.tiles import fits_tiles
@@ -38,7 +28,7 @@ from pagedkv.attention.vector_code import BFLOAT16, FLOAT16
 from pagedkv.errors import InvalidInput
 
 DTYPES = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16}
-"""What a storage may hold, and as what NumPy sees it: bfloat16 as its bits."""
+"""As what NumPy sees the numbers of a storage: bfloat16 as its bits."""
 
 _BY_ADDRESSES = not (config.DISABLE_JIT or config.BOUNDSCHECK)
 """Whether kernels run in threads that know only addresses; else one thread takes arrays."""
@@ -46,30 +36,7 @@ _BY_ADDRESSES = not (config.DISABLE_JIT or config.BOUNDSCHECK)
 _LOG2_E = float(np.log2(np.e))
 
 
-@dataclass(frozen=True)
-class LayerShape:
-    """What one layer keeps of each token."""
-
-    num_kv_heads: int
-    key_dim: int
-    """Numbers in a key; a multiple of 8."""
-    value_dim: int
-    """Numbers in a value; a multiple of 8, and not always `key_dim`."""
-
-    def __post_init__(self) -> None:
-        if self.num_kv_heads < 1:
-            raise InvalidInput(f"a layer needs at least 1 KV head, not {self.num_kv_heads}")
-        for name, dim in (("key_dim", self.key_dim), ("value_dim", self.value_dim)):
-            if dim < 8 or dim % 8:
-                raise InvalidInput(f"{name} must be a multiple of 8, not {dim}")
-
-    @property
-    def numbers_per_token(self) -> int:
-        """Numbers of one token, keys and values of all heads."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
-
-
-class KVStorage:
+class KVStorage(Pages):
     """Keys and values of `num_blocks * block_size` tokens, in pages.
 
     The memory is taken from the system when it is first written, page by page.
@@ -93,26 +60,12 @@ class KVStorage:
         >>> storage.bytes_per_token, storage.page_bytes, storage.nbytes
         (4096, 65536, 196608)
         """
-        if num_blocks < 1 or block_size < 1:
-            raise InvalidInput(
-                f"{num_blocks} blocks of {block_size} tokens hold nothing: give at least 1 and 1"
-            )
-        if not layers:
-            raise InvalidInput("a storage without layers holds nothing: give at least one shape")
-        if dtype not in DTYPES:
-            raise InvalidInput(f"unknown dtype {dtype!r}: choose from {', '.join(DTYPES)}")
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.layers = tuple(layers)
-        self.dtype = dtype
+        super().__init__(num_blocks, block_size, layers, dtype)
         if num_threads is None:
             num_threads = len(os.sched_getaffinity(0))
         self._num_threads = max(1, num_threads) if _BY_ADDRESSES else 1
         self._threads = Threads(self._num_threads)
         self._half = {"float32": 0, "bfloat16": BFLOAT16, "float16": FLOAT16}[dtype]
-        sizes = [shape.numbers_per_token * block_size for shape in self.layers]
-        self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        self._page_numbers = sum(sizes)
         self.data = self._reserve(DTYPES[dtype])
         """[num_blocks, numbers of a page], one contiguous array; bfloat16 as uint16 bits."""
         bits = self.data.view(np.uint16) if dtype == "float16" else self.data
@@ -128,21 +81,6 @@ class KVStorage:
                 "ask for fewer"
             ) from None
         return pages.reshape(self.num_blocks, -1)
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one block."""
-        return self._page_numbers * self.data.itemsize
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers."""
-        return self.page_bytes // self.block_size
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return self.num_blocks * self.page_bytes
 
     def write(self, layer: int, k: Any, v: Any, slots: Any) -> None:
         """Put the keys and values of new tokens into their slots.
@@ -297,11 +235,7 @@ class KVStorage:
         shape = self._shape(layer)
         queries, q_dtype = native(q, "q")
         heads = self._check_queries(queries, q_dtype, shape)
-        for name, given in (("window", window), ("chunk", chunk)):
-            if given is not None and given < 1:
-                raise InvalidInput(f"{name} must be at least 1 token, not {given}")
-        if soft_cap is not None and not soft_cap > 0:
-            raise InvalidInput(f"soft_cap must be above 0, not {soft_cap}")
+        check_options(window, chunk, soft_cap)
         if not is_readable_in_place(queries):
             queries = np.array(queries, order="C")
         dims = (queries.shape[0], queries.shape[1], shape.value_dim)
@@ -370,16 +304,6 @@ class KVStorage:
         if rest or not heads:
             raise InvalidInput(f"{q.shape[1]} heads do not share {shape.num_kv_heads} KV heads")
         return heads
-
-    def _shape(self, layer: int) -> LayerShape:
-        if not 0 <= layer < len(self.layers):
-            raise InvalidInput(f"there is no layer {layer}: this storage has {len(self.layers)}")
-        return self.layers[layer]
-
-    def _places(self, layer: int) -> tuple[int, int]:
-        """Where a layer's keys and values begin in a page."""
-        shape, start = self.layers[layer], self._starts[layer]
-        return start, start + shape.num_kv_heads * self.block_size * shape.key_dim
 
     def _flat_input(self, array: Any, name: str, row: tuple[int, int]) -> Flat:
         numbers, dtype = native(array, name)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagedkv.attention import LayerShape
+from pagedkv.attention.pages import ITEM_BYTES
 from pagedkv.errors import InvalidInput
 from pagedkv.memory.block_table import blocks_for
 
@@ -26,7 +27,6 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def plan_memory(
     check_sizes(
         block_size=block_size, kv_memory=kv_memory, num_blocks=num_blocks, num_tokens=num_tokens
     )
-    block_bytes = sum(s.numbers_per_token for s in shapes) * block_size * _ITEM_BYTES[dtype]
+    block_bytes = sum(s.numbers_per_token for s in shapes) * block_size * ITEM_BYTES[dtype]
     if num_tokens is not None:
         num_blocks = blocks_for(num_tokens, block_size)
     if num_blocks is None:

@@ -18,7 +18,7 @@ from pagedkv.attention.gpu.copying import at_once, copy_pages
 from pagedkv.attention.gpu.plan import DecodePlan, Machine, Plan, check_tokens
 from pagedkv.attention.gpu.tiles import FEWEST_ROWS, LayerKind, power_of_two
 from pagedkv.attention.gpu.writing import write_rows
-from pagedkv.attention.storage import LayerShape
+from pagedkv.attention.pages import LayerShape, Pages, check_options
 from pagedkv.errors import InvalidInput
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,7 +35,7 @@ _PROCESSORS_OF_NOTHING = 4
 """What the interpreter is planned for: so few that small batches are cut too."""
 
 
-class GPUStorage:
+class GPUStorage(Pages):
     """Keys and values of `num_blocks * block_size` tokens, in pages, on one device.
 
     The verbs, the layout of a page and the meaning of every argument are those of
@@ -59,14 +59,7 @@ class GPUStorage:
         On the device "cpu" it works in Triton's interpreter only, to test with. Raises
         `InvalidInput`, also where the device has no room.
         """
-        if num_blocks < 1 or block_size < 1:
-            raise InvalidInput(
-                f"{num_blocks} blocks of {block_size} tokens hold nothing: give at least 1 and 1"
-            )
-        if not layers:
-            raise InvalidInput("a storage without layers holds nothing: give at least one shape")
-        if dtype not in DTYPES:
-            raise InvalidInput(f"unknown dtype {dtype!r}: choose from {', '.join(DTYPES)}")
+        super().__init__(num_blocks, block_size, layers, dtype)
         for i, shape in enumerate(layers):
             if max(shape.key_dim, shape.value_dim) > LARGEST_DIM:
                 raise InvalidInput(f"layer {i} has heads of more than {LARGEST_DIM} numbers")
@@ -84,13 +77,6 @@ class GPUStorage:
                 f"no Triton kernels run on {self.device}: give a CUDA device, or use "
                 "pagedkv.attention.KVStorage"
             )
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.layers = tuple(layers)
-        self.dtype = dtype
-        sizes = [shape.numbers_per_token * block_size for shape in self.layers]
-        self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        self._page_numbers = sum(sizes)
         try:
             self.data = torch.empty(
                 num_blocks, self._page_numbers, dtype=DTYPES[dtype], device=self.device
@@ -106,21 +92,6 @@ class GPUStorage:
         self._machine = Machine(
             self.device, num_blocks, block_size, num_processors, shared_bytes, self._room_for
         )
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one block."""
-        return self._page_numbers * (4 if self.dtype == "float32" else 2)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers."""
-        return self.page_bytes // self.block_size
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return self.num_blocks * self.page_bytes
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: Any) -> None:
         """Put the keys and values of new tokens into their slots.
@@ -283,11 +254,7 @@ class GPUStorage:
         """`attend` with a batch of this storage that was planned before."""
         shape = self._shape(layer)
         heads_each = self._heads_each(q, shape)
-        for name, given in (("window", window), ("chunk", chunk)):
-            if given is not None and given < 1:
-                raise InvalidInput(f"{name} must be at least 1 token, not {given}")
-        if soft_cap is not None and not soft_cap > 0:
-            raise InvalidInput(f"soft_cap must be above 0, not {soft_cap}")
+        check_options(window, chunk, soft_cap)
         if q.stride(2) != 1:
             q = q.contiguous()
         dims = (q.shape[0], q.shape[1], shape.value_dim)
@@ -454,16 +421,6 @@ class GPUStorage:
         if len(self._room) < size:
             self._room = torch.empty(size, dtype=torch.float32, device=self.device)
         return self._room
-
-    def _shape(self, layer: int) -> LayerShape:
-        if not 0 <= layer < len(self.layers):
-            raise InvalidInput(f"there is no layer {layer}: this storage has {len(self.layers)}")
-        return self.layers[layer]
-
-    def _places(self, layer: int) -> tuple[int, int]:
-        """Where a layer's keys and values begin in a page."""
-        shape, start = self.layers[layer], self._starts[layer]
-        return start, start + shape.num_kv_heads * self.block_size * shape.key_dim
 
 
 def _name(tensor: torch.Tensor) -> str:
