@@ -122,6 +122,12 @@ def in_a_process(folder: Path, prompts: Path, *more: str) -> subprocess.Popen[by
     )
 
 
+def complaints(err: bytes) -> bytes:
+    """What a process said on standard error, but for that it had to compile, if it had to."""
+    lines = [line for line in err.splitlines() if not line.startswith(b"pagedkv: compiling")]
+    return b"\n".join(lines).strip()
+
+
 def test_ctrl_c_in_the_middle_of_an_answer_keeps_what_was_said_and_is_status_130(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -135,7 +141,7 @@ def test_ctrl_c_in_the_middle_of_an_answer_keeps_what_was_said_and_is_status_130
     assert process.returncode == 130
     assert title == "── prompt 0\n".encode()
     assert first and b"prompt 1999" not in rest
-    assert err.strip() == b""
+    assert complaints(err) == b""
     # All were cancelled, which is when their blocks came back, and the recording knows of it.
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     ended = [line for line in lines if "prompt_tokens" in line]
@@ -148,7 +154,7 @@ def test_a_reader_that_has_enough_ends_it_quietly(folder: Path, tmp_path: Path) 
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "── prompt 0\n".encode()
         process.stdout.close()
-        assert process.stderr.read() == b""
+        assert complaints(process.stderr.read()) == b""
     assert process.returncode == 1
 
 
