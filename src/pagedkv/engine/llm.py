@@ -26,6 +26,7 @@ from pagedkv.engine.memory_budget import AUTO, MemoryBudget, check_sizes, format
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.outputs import BeamGeneration, Chunk, Generation
 from pagedkv.engine.recording import Recorder, check_is_new
+from pagedkv.engine.rehearsal import rehearse
 from pagedkv.engine.request import Request
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.statistics import EngineStatistics
@@ -159,6 +160,7 @@ class LLM:
             if is_cuda and not ahead:
                 announce("the run is recorded, so no step is scheduled while another one runs")
         with _room_on(paged.device):
+            rehearse(paged, block_size=block_size, ahead=ahead)
             self._engine = Engine(
                 paged,
                 num_blocks=self.budget.num_blocks,
