@@ -211,3 +211,35 @@ def test_a_recorded_run_refuses_beam_search_which_could_not_be_repeated(tmp_path
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=5))
         assert llm.statistics().requests == 1
     assert read_trace(str(path)).prompt_tokens.tolist() == [3]
+
+
+def test_a_recording_tells_how_long_steps_took_and_when_first_tokens_came(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    watched = Watched(path, num_blocks=42, block_size=2, max_num_seqs=8, max_num_batched_tokens=64)
+    ticks = itertools.count()
+    watched.engine._clock = lambda: next(ticks) * 0.01
+    busy_run(watched)
+    had = watched.llm.statistics().memory
+    watched.llm.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    steps = [line["steps"] for line in lines if "steps" in line]
+    columns = {name: [n for told in steps for n in told[name]] for name in steps[0]}
+    [failed] = {line["failed_step"] for line in lines if "failed_step" in line}
+    computed = [step.computes for step in watched.decided]
+    del computed[failed]
+    assert len(computed) == had.num_steps - 1
+    for name, numbers in {
+        "prefill_tokens": [[n for _, old, n in c if n > 1 or old == 0] for c in computed],
+        "decode_tokens": [[n for _, old, n in c if n == 1 and old > 0] for c in computed],
+        "context_tokens": [[old + n for _, old, n in c] for c in computed],
+        "pairs": [[i + 1 for _, old, n in c for i in range(old, old + n)] for c in computed],
+    }.items():
+        assert columns[name] == [sum(step) for step in numbers], name
+    # The clock ticks a few times a step.
+    assert all(20_000 <= took_us <= 1_000_000 for took_us in columns["took_us"])
+    assert sum(columns["took_us"]) < 1e6 * watched.engine._clock()
+    for line in lines:
+        if line.get("output_tokens"):
+            assert line["arrival_s"] < line["first_token_s"] < watched.engine._clock()
+        else:
+            assert "first_token_s" not in line

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -515,3 +516,46 @@ def test_what_did_not_grow_is_not_told_again(tmp_path: Path) -> None:
     ]
     trace = read_trace(str(tmp_path / "run.jsonl"))
     assert len(trace.prefix_ids) == 0 and trace.output_tokens.tolist() == [2]
+
+
+def test_steps_are_told_with_the_next_progress_and_last_until_the_next_one_begins(
+    tmp_path: Path,
+) -> None:
+    recorder = made_recorder(tmp_path / "run.jsonl")
+
+    def stepped(start_s: float, end_s: float, *sequences: tuple[int, int]) -> None:
+        """Each sequence has some tokens, and computes some more."""
+        num_new = np.array([new for _, new in sequences])
+        lengths = np.array([before for before, _ in sequences]) + num_new
+        query_starts = np.append(0, np.cumsum(num_new))
+        recorder.stepped(lengths, query_starts, start_s=start_s, end_s=end_s)
+
+    arrival = recorder.arrived(s=0.0, step=0, namespace=None)
+    request = UnderWay(arrival, [1, 2, 3], [Answer(0, [4], has_ended=False, first_token_s=0.2)])
+    recorder.is_progress_due(0.0)
+    stepped(0.0, 0.25, (0, 3))
+    recorder.is_progress_due(0.5)  # a quarter of a second went by behind the first step
+    stepped(0.5, 0.75, (3, 1), (0, 1), (4, 2))
+    assert recorder.is_progress_due(1.0)
+    recorder.progress([request], s=1.0, step=2)
+    recorder.is_progress_due(3.0)  # the step before failed, and is none of these
+    stepped(3.0, 3.125, (4, 1))
+    recorder.ended(arrival, [1, 2, 3], [Answer(0, [4, 5], first_token_s=0.2)])
+    recorder.flush(s=3.25, step=4)
+    recorder.is_progress_due(9.0)
+    arrival = recorder.arrived(s=9.0, step=4, namespace=None)
+    recorder.progress([UnderWay(arrival, [1], [Answer(0, [], has_ended=False)])], s=9.0, step=4)
+    recorder.close()
+    told, ended, rest, later = map(
+        json.loads, (tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines()
+    )
+    assert told["steps"] == {
+        "took_us": [500_000, 500_000],
+        "prefill_tokens": [3, 3],
+        "decode_tokens": [0, 1],
+        "context_tokens": [3, 4 + 1 + 6],
+        "pairs": [6, 4 + 1 + 11],
+    }
+    assert rest["steps"]["took_us"] == [125_000]  # nobody was under way behind it
+    assert "steps" not in later and "first_token_s" not in later["under_way"][0]
+    assert told["under_way"][0]["first_token_s"] == ended["first_token_s"] == 0.2

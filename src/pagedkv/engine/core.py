@@ -427,11 +427,14 @@ class Engine:
         sampling_s = self._clock() - sampling_start_s
         self._begun.popleft()
         self.scheduler.commit(token_ids)
+        said_s = self._clock() - self._start_s
         finished: list[int] = []
         for member, token_id, logprob in zip(
             members, token_ids[places].tolist(), logprobs, strict=True
         ):
             member.state.append(token_id)
+            if not member.token_ids:
+                member.first_token_s = said_s
             member.token_ids.append(token_id)
             if member.logprobs is not None and logprob is not None:
                 member.logprobs.append(logprob)
@@ -439,6 +442,9 @@ class Engine:
             member.tell(progress, (token_id,), logprob)
             if progress.finish is not None:
                 finished.append(member.sequence)
+        if self._recorder is not None and len(batch.sequences):
+            start_s, end_s = self._step_start_s - self._start_s, self._clock() - self._start_s
+            self._recorder.stepped(batch.lengths, batch.query_starts, start_s=start_s, end_s=end_s)
         if finished:
             self.scheduler.finish(finished)
             self._record([self._samples.pop(sequence) for sequence in finished])
@@ -688,4 +694,6 @@ class Engine:
 
 def _answers(request: Request) -> list[Answer]:
     """The samples of a request as a recording has them."""
-    return [Answer(s.index, s.token_ids, s.cut, s.is_finished) for s in request.samples]
+    return [
+        Answer(s.index, s.token_ids, s.cut, s.is_finished, s.first_token_s) for s in request.samples
+    ]

@@ -7,8 +7,9 @@ away with it. They tell who shares a prefix with whom, and nothing about what it
 
 A request is written whole when it ends. Until then lines of progress say how far all that are
 under way have come, at most a second apart, so that whatever ends the process takes no more than
-the last second with it. Each piece is written with one call, in compressed files as a frame of
-its own, for the same reason.
+the last second with it. They also tell how long each step took, and how much it computed and read:
+what the simulator needs to time the steps of this very machine. Each piece is written with one
+call, in compressed files as a frame of its own, for the same reason.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pagedkv.compiling import compiled_in_place
 from pagedkv.errors import InvalidInput
 from pagedkv.memory.block_key import Namespace, block_key, root_key
 from pagedkv.memory.block_table import blocks_for
+from pagedkv.scheduling.step_work import step_work
 
 FINEST = 8
 """Tokens that a key stands for, at most: a replay is exact at block sizes that are a multiple."""
@@ -70,6 +72,8 @@ class Answer:
     token_ids: Sequence[int]
     cut: Cut | None = None
     has_ended: bool = True
+    first_token_s: float | None = None
+    """When there was a first one, in seconds since the engine began."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,16 @@ class UnderWay:
 
 _Key: TypeAlias = NDArray[np.uint64] | tuple[int, int]
 """Two halves, uint64."""
+
+
+class _Step(NamedTuple):
+    """A step that was computed: the columns of `steps` in a line of progress."""
+
+    took_us: int
+    prefill_tokens: int
+    decode_tokens: int
+    context_tokens: int
+    pairs: int
 
 
 class _Told(NamedTuple):
@@ -138,6 +152,8 @@ class Recorder:
         self._told: dict[int, list[_Told]] = {}  # by request: of each of its samples
         self._progress_s = self._asked_s = -math.inf
         self._lines: list[bytes] = []
+        self._steps: list[_Step] = []  # since the last line of progress
+        self._last_step_s: float | None = None  # when the last of these began
         self._compressor = zstandard.ZstdCompressor(level=1)
         self._file: FileIO | None = None
         try:
@@ -190,9 +206,27 @@ class Recorder:
         if not self._lines:
             return
         if self._num_under_way == 0:
-            self._add({"step": step, "s": s, "under_way": []})
+            self._add({"step": step, "s": s, "under_way": []} | self._taken_steps())
             self._progress_s = s
         self._write()
+
+    def stepped(
+        self,
+        lengths: NDArray[np.int64],
+        query_starts: NDArray[np.int64],
+        *,
+        start_s: float,
+        end_s: float,
+    ) -> None:
+        """A step was computed, from `start_s` to `end_s` seconds after the engine began.
+
+        `lengths` int64 [n] and `query_starts` int64 [n + 1] are those of its batch. It has taken
+        until the next one begins, unless nobody is under way between the two.
+        """
+        num_new = np.diff(query_starts)
+        work = step_work(lengths - num_new, num_new, len(num_new))
+        self._steps.append(_Step(_us(end_s - start_s), *work))
+        self._last_step_s = start_s
 
     def is_progress_due(self, s: float) -> bool:
         """Whether lines of progress would be too far apart without one now.
@@ -200,6 +234,9 @@ class Recorder:
         To be asked before each step, `s` seconds after the engine began; the next step is taken
         to last for as long as the last one.
         """
+        if self._last_step_s is not None:
+            self._steps[-1] = self._steps[-1]._replace(took_us=_us(s - self._last_step_s))
+            self._last_step_s = None
         step_s, self._asked_s = s - self._asked_s, s
         return self._num_under_way > 0 and s + step_s - self._progress_s >= LONGEST_GAP_S
 
@@ -220,6 +257,7 @@ class Recorder:
             growth.told[growth.place] = _Told(growth.num_tokens, growth.has_ended, last)
         self._add(
             {"step": step, "s": s, "prefix_granularity": self.granularity, "under_way": lines}
+            | self._taken_steps()
         )
         self._progress_s = s
         self._write()
@@ -250,6 +288,11 @@ class Recorder:
         """Tokens, prompt included, in the whole pieces that were told."""
         num_tokens = prompt_tokens + told.num_tokens if told.num_tokens >= 0 else 0
         return num_tokens - num_tokens % self.granularity
+
+    def _taken_steps(self) -> dict[str, object]:
+        """The steps since the last line of progress, a list for each of their numbers."""
+        steps, self._steps, self._last_step_s = self._steps, [], None
+        return {"steps": dict(zip(_Step._fields, zip(*steps)))} if steps else {}
 
     def _add(self, line: dict[str, object]) -> None:
         if self._settings is not None:
@@ -338,6 +381,8 @@ def _how_far(arrival: Arrival, answer: Answer) -> dict[str, object]:
         "sample": answer.sample,
         "output_tokens": len(answer.token_ids),
     }
+    if answer.first_token_s is not None:
+        line["first_token_s"] = round(answer.first_token_s, 6)
     if answer.cut is not None:
         line["failed_step" if answer.cut.by_failure else "cancelled_step"] = answer.cut.step
     return line
@@ -345,6 +390,10 @@ def _how_far(arrival: Arrival, answer: Answer) -> dict[str, object]:
 
 def _shared(arrival: Arrival, keys: list[str]) -> dict[str, object]:
     return {"prefix_ids": keys} if arrival.is_shared else {"unshared": True, "prefix_ids": []}
+
+
+def _us(seconds: float) -> int:
+    return max(round(1e6 * seconds), 1)
 
 
 def _pair(key: _Key) -> tuple[int, int]:

@@ -63,7 +63,17 @@ class Request:
 class Sample:
     """One answer that is being written."""
 
-    __slots__ = ("cut", "index", "logprobs", "output", "request", "sequence", "state", "token_ids")
+    __slots__ = (
+        "cut",
+        "first_token_s",
+        "index",
+        "logprobs",
+        "output",
+        "request",
+        "sequence",
+        "state",
+        "token_ids",
+    )
 
     def __init__(
         self, request: Request, index: int, sequence: int, state: SamplerState, output: OutputText
@@ -74,6 +84,8 @@ class Sample:
         self.state = state
         self.output = output
         self.cut: Cut | None = None
+        self.first_token_s: float | None = None
+        """When it got its first token, in seconds since the engine began."""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None
         if request.params.logprobs is not None:

@@ -11,6 +11,7 @@ from pagedkv.compiling import compiled_in_place
 from pagedkv.scheduling import queues as queue
 from pagedkv.scheduling.queues import RUNNING_SIZE, WAITING_SIZE, Queues, Sequences
 from pagedkv.scheduling.scheduler import ADMITTED, FORKED, PREEMPTED, SCHEDULED, Plan
+from pagedkv.scheduling.step_work import step_work
 from pagedkv.simulate.step_time import step_time_s
 from pagedkv.simulate.trace import Interruptions
 
@@ -119,15 +120,7 @@ def next_to_fail(run: Run) -> tuple[int, int]:
 @compiled_in_place
 def duration_s(run: Run, plan: Plan, num_running: int) -> float:
     """How long the planned step takes."""
-    prefill, decode, context, pairs = 0, 0, 0, 0
-    for i in range(plan.counters[SCHEDULED]):
-        start, num_new = plan.start[i], plan.num_new[i]
-        if num_new == 1 and start > 0:
-            decode += 1
-        else:
-            prefill += num_new
-        context += start + num_new
-        pairs += num_new * start + num_new * (num_new + 1) // 2
+    prefill, decode, context, pairs = step_work(plan.start, plan.num_new, plan.counters[SCHEDULED])
     return step_time_s(run.step_time, prefill, decode, context, pairs, num_running)
 
 
