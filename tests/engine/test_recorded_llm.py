@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import re
@@ -243,3 +244,27 @@ def test_a_recording_tells_how_long_steps_took_and_when_first_tokens_came(tmp_pa
             assert line["arrival_s"] < line["first_token_s"] < watched.engine._clock()
         else:
             assert "first_token_s" not in line
+
+
+def test_a_request_came_when_it_was_handed_over_and_not_when_the_step_before_it_ended(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.jsonl"
+    with LLM(tiny_model("llama"), record=path, num_blocks=64, block_size=4) as llm:
+        engine = llm._engine
+        engine.seconds = lambda: 0.25  # type: ignore[method-assign]
+        take_orders = llm._driving._take_orders
+
+        def late() -> None:
+            engine.seconds = lambda: 7.0  # type: ignore[method-assign]
+            take_orders()
+
+        llm._driving._take_orders = late  # type: ignore[method-assign]
+
+        async def streamed() -> None:
+            async for _ in llm.stream([1, 2, 3], SamplingParams(max_tokens=2)):
+                pass
+
+        asyncio.run(streamed())
+    [line] = [ln for ln in map(json.loads, path.read_text().splitlines()) if "under_way" not in ln]
+    assert line["arrival_s"] == 0.25 and line["first_token_s"] == 7.0

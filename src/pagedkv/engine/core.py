@@ -192,6 +192,10 @@ class Engine:
         """Whether there is nothing to do."""
         return self.scheduler.is_idle
 
+    def seconds(self) -> float:
+        """Seconds since it was made, by its clock. Any thread may ask."""
+        return self._clock() - self._start_s
+
     def add(
         self,
         prompt_ids: Sequence[int],
@@ -201,8 +205,11 @@ class Engine:
         name: str = "",
         namespace: Namespace | None = None,
         listener: Listener | None = None,
+        came_s: float | None = None,
     ) -> Request:
         """A request arrives. It computes from the next step on, as soon as there is memory.
+
+        `came_s`: when it came, by `seconds`, if it had to wait for a step to end; now unless given.
 
         Raises `NeverFits` for one that could not be served by the whole memory, and
         `InvalidInput` for a prompt that is empty, too long or has unknown tokens.
@@ -236,7 +243,7 @@ class Engine:
         self._num_requests += 1
         if self._recorder is not None:
             request.arrival = self._recorder.arrived(
-                s=self._clock() - self._start_s,
+                s=self.seconds() if came_s is None else came_s,
                 step=self.scheduler.num_steps,
                 namespace=namespace,
                 is_shared=params.prompt_logprobs is None,
@@ -427,7 +434,7 @@ class Engine:
         sampling_s = self._clock() - sampling_start_s
         self._begun.popleft()
         self.scheduler.commit(token_ids)
-        said_s = self._clock() - self._start_s
+        said_s = self.seconds()
         finished: list[int] = []
         for member, token_id, logprob in zip(
             members, token_ids[places].tolist(), logprobs, strict=True
@@ -443,7 +450,7 @@ class Engine:
             if progress.finish is not None:
                 finished.append(member.sequence)
         if self._recorder is not None and len(batch.sequences):
-            start_s, end_s = self._step_start_s - self._start_s, self._clock() - self._start_s
+            start_s, end_s = self._step_start_s - self._start_s, self.seconds()
             self._recorder.stepped(batch.lengths, batch.query_starts, start_s=start_s, end_s=end_s)
         if finished:
             self.scheduler.finish(finished)
@@ -676,7 +683,7 @@ class Engine:
         for request in dict.fromkeys(member.request for member in ended):
             if request.is_finished and request.arrival is not None:
                 self._recorder.ended(request.arrival, request.prompt_ids, _answers(request))
-        self._recorder.flush(s=self._clock() - self._start_s, step=self.scheduler.num_steps)
+        self._recorder.flush(s=self.seconds(), step=self.scheduler.num_steps)
 
     def _record_progress(self, now_s: float) -> None:
         """Write down how far everybody has come, where that was not done lately."""

@@ -411,6 +411,8 @@ class Order:
         self.namespace = namespace
         self.tell = tell
         self.hears_request = hears_request
+        self.came_s: float | None = None
+        """When it was submitted, in seconds of the engine."""
         self.request: Request | None = None
         self.is_withdrawn = False
 
@@ -499,6 +501,7 @@ class _Driving:
         with self._news:
             if self._is_closing:
                 raise InvalidInput("this LLM is closed")
+            order.came_s = self._engine.seconds()
             self._submitted.append(order)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="pagedkv", daemon=True)
@@ -557,6 +560,7 @@ class _Driving:
                     prompt=order.prompt,
                     namespace=order.namespace,
                     listener=order.tell,
+                    came_s=order.came_s,
                 )
             except Exception as refusal:
                 order.tell(refusal)
