@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import socket
 import threading
 from collections.abc import Coroutine
 from typing import Any
@@ -19,6 +21,7 @@ import httpx
 
 from models.tiny_server import tiny_server
 from pagedkv.server.errors import ApiError
+from pagedkv.server.event_stream import unless_left
 from pagedkv.server.exchange import ClientLeft
 from pagedkv.server.limits import ServerLimits
 from pagedkv.server.prompts import PromptReader
@@ -42,6 +45,18 @@ class SlowTokenizer:
         self.begun.set()
         assert self.may_go_on.wait(60)
         return {"input_ids": [0] * len(text)}
+
+
+class FewTokens(SlowTokenizer):
+    """One whose texts fit into the tiny model, however long they are."""
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        return {"input_ids": super().__call__(text, **options)["input_ids"][:9]}
+
+    chat_template = "any"
+
+    def apply_chat_template(self, *_: Any, **__: Any) -> str:
+        return LONG
 
 
 async def stays() -> Any:
@@ -101,6 +116,86 @@ def test_the_prompt_of_a_client_that_left_is_not_begun() -> None:
         reader.close()
 
     asyncio.run(run())
+
+
+async def leaves_when(left: asyncio.Event) -> Any:
+    """What a client says that leaves when it is told to."""
+    await left.wait()
+    return {"type": "http.disconnect"}
+
+
+def test_of_many_texts_those_that_nobody_wants_any_more_are_not_begun() -> None:
+    async def run() -> None:
+        tokenizer = SlowTokenizer()
+        reader = PromptReader(tokenizer, max_tokens=1_000, queue=contextlib.nullcontext)
+        left = asyncio.Event()
+        reading = reader.texts([LONG, LONG + "2"], lambda: leaves_when(left), param="prompt")
+        task = await begun(tokenizer, reading)
+        left.set()
+        with pytest.raises(ClientLeft):
+            await task
+        tokenizer.may_go_on.set()
+        assert len(await reads(reader, LONG + "3")) == 3_001
+        assert tokenizer.seen == [LONG, LONG + "3"]
+        reader.close()
+
+    asyncio.run(run())
+
+
+def test_what_is_ready_when_its_client_has_left_is_given_to_nobody() -> None:
+    async def run() -> None:
+        for turns in range(2):
+            left = asyncio.Event()
+            ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            waiting = asyncio.create_task(unless_left(lambda left=left: leaves_when(left), ready))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            ready.set_result(5)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            left.set()
+            with pytest.raises(ClientLeft):
+                await waiting
+        ready = asyncio.get_running_loop().create_future()
+        ready.set_result(5)
+        assert await unless_left(stays, ready) == 5
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": LONG, "max_tokens": 5}),
+        ("/v1/completions", {"prompt": [LONG, LONG], "max_tokens": 5, "stream": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+    ],
+)
+def test_a_prompt_is_not_admitted_whose_client_left_while_it_was_read(
+    path: str, body: dict[str, Any]
+) -> None:
+    with tiny_server() as server:
+        tokenizer = FewTokens()
+        right = server.server._reader._tokenizer
+        server.server._reader._tokenizer = tokenizer
+        server.server._reader._max_characters = 10_000
+        said = json.dumps(body).encode()
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as leaving:
+            leaving.sendall(
+                b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%s" % (path.encode(), len(said), said)
+            )
+            assert tokenizer.begun.wait(60)
+        server.wait_until(lambda: server.serving.num_reading == 0)
+        tokenizer.may_go_on.set()
+        server.server._reader._tokenizer = right
+        with server.http() as http:
+            # One after the other: what is read now was to be read after what nobody wants.
+            assert http.post("/tokenize", json={"prompt": LONG}).status_code == 200
+            assert http.post("/v1/completions", json={"prompt": "Hi"}).status_code == 200
+        assert server.llm.statistics().requests == 1 and len(tokenizer.seen) == 1
+        assert not server.serving.exchanges
 
 
 def test_who_waits_for_the_tokenizer_is_told_when_it_is_closed() -> None:

@@ -25,7 +25,7 @@ from pagedkv.engine import SamplingParams
 from pagedkv.engine.outputs import Chunk
 from pagedkv.errors import BrokenLaw, InvalidInput
 from pagedkv.server.app import create_app
-from pagedkv.server.errors import ApiError
+from pagedkv.server.errors import ApiError, BrokenOff
 from pagedkv.server.exchange import ClientLeft, Exchange
 from pagedkv.server.limits import ServerLimits
 from pagedkv.server.metrics import AnswerTimes, Metrics
@@ -327,6 +327,33 @@ def test_what_does_not_finish_while_draining_is_broken_off_and_told_so() -> None
         server.server.handle_exit(15, None)
         with pytest.raises(openai.APIError, match="shutting down"):
             list(running)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_draining_breaks_off_is_counted_once_and_so_is_what_it_refuses(stream: bool) -> None:
+    with tiny_server(serving={"drain_s": 60.0}) as server:
+        http = server.http()
+        body = {**LONG["extra_body"], "prompt": ["Hello", "Hi"], "max_tokens": 500}
+        told: list[str] = []
+        asking = threading.Thread(
+            target=lambda: told.append(
+                server.http().post("/v1/completions", json={**body, "stream": stream}).text
+            )
+        )
+        asking.start()
+        server.wait_until(lambda: server.llm.statistics().requests == 2)
+        assert http.get("/health").status_code == 200
+        server.server._drain_s = 0.0
+        server.serving.is_draining = True
+        assert http.post("/v1/completions", json=body).status_code == 503
+        server.serving.break_off_all(BrokenOff.shutting_down())
+        asking.join(60)
+        assert "shutting down" in told[0]
+        counted = {
+            line for line in http.get("/metrics").text.splitlines() if line.startswith("pagedkv_re")
+        }
+        assert 'pagedkv_requests_finished_total{reason="error"} 2.0' in counted
+        assert 'pagedkv_requests_refused_total{reason="shutting_down"} 1.0' in counted
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -8,9 +8,10 @@ from starlette.exceptions import HTTPException
 
 from pagedkv._version import __version__
 from pagedkv.engine.detokenizer import TokenTexts
+from pagedkv.server.body_errors import from_unread, from_validation
 from pagedkv.server.chat_schema import ChatRequest, Message, ResponseFormat, TextPart
 from pagedkv.server.completion_schema import CompletionRequest
-from pagedkv.server.errors import ApiError, answer_api_error, from_validation
+from pagedkv.server.errors import ApiError, answer_api_error
 from pagedkv.server.exchange import ClientLeft
 from pagedkv.server.generation import add_generation
 from pagedkv.server.logprob_shapes import TokenNames
@@ -72,11 +73,13 @@ async def _answer_api_error(request: Request, error: Exception) -> Response:
 async def _answer_validation_error(request: Request, error: Exception) -> Response:
     """A body that the schema refuses, by its first mistake."""
     assert isinstance(error, RequestValidationError)
-    return await _answer_api_error(request, from_validation(error.errors(), _FIELDS))
+    return await _answer_api_error(request, from_validation(error.errors(), _FIELDS, error.body))
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    if error.status_code == 400 and error.__cause__ is not None:
+        return await _answer_api_error(request, from_unread(error.__cause__))
     message = f"{request.method} {request.url.path[:200]}: {error.detail}"
     made = await _answer_api_error(request, ApiError(error.status_code, message))
     made.headers.update(error.headers or {})

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from pagedkv.engine.sampling_params import MAX_LOGPROBS
-from pagedkv.server.errors import UNSUPPORTED, ApiError
+from pagedkv.server.body_errors import UNSUPPORTED
+from pagedkv.server.errors import ApiError
 from pagedkv.server.sampling_schema import SamplingFields
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from pagedkv.server.errors import ApiError
 from pagedkv.server.sampling_schema import SamplingFields
@@ -27,6 +28,15 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = None
     suffix: str | None = None
     add_special_tokens: bool = True
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _of_one_kind(cls, prompt: Any) -> Any:
+        """Refuse lists of this and that by the element that does not belong: a union's own mistakes
+        are of the type that was not meant."""
+        if isinstance(prompt, list):
+            _check_elements(prompt)
+        return prompt
 
     def check(self) -> None:
         """Raise `ApiError` for what is asked and would not be done."""
@@ -70,3 +80,33 @@ class CompletionRequest(SamplingFields):
         if self.is_prompt_alone:
             return 1
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+
+_KINDS = {str: "a text", int: "a number", list: "a list"}
+"""What a list of prompts may have in it, all of one kind."""
+
+
+def _check_elements(prompt: list[Any]) -> None:
+    """Raise for the first element of a prompt that is of no kind, or of another than the first."""
+    kinds = list(map(type, prompt))
+    if len(set(kinds)) > 1 or not set(kinds) <= _KINDS.keys():
+        place = next(i for i, kind in enumerate(kinds) if kind not in _KINDS or kind != kinds[0])
+        problem = f"element {place} is {_said(kinds[place])}"
+        raise _no_element(f"{problem}, element 0 is {_said(kinds[0])}" if place else problem)
+    if kinds and kinds[0] is list:
+        for outer, ids in enumerate(prompt):
+            inner = list(map(type, ids))
+            if not set(inner) <= {int}:
+                place = next(i for i, kind in enumerate(inner) if kind is not int)
+                raise _no_element(f"element {outer} has {_said(inner[place])} in it, at {place}")
+
+
+def _no_element(problem: str) -> PydanticCustomError:
+    return PydanticCustomError(
+        "mixed", f"{problem}: give all texts, all token ids, or all lists of token ids"
+    )
+
+
+def _said(kind: type) -> str:
+    others = {bool: "true or false", float: "a number with a point", dict: "an object"}
+    return {**_KINDS, **others}.get(kind, "null")

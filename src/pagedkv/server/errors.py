@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 from fastapi import Request, Response
 
 from pagedkv.errors import InvalidInput, NeverFits
 
-UNSUPPORTED = "unsupported"
-"""The kind of a schema's error that is to ask for what others can do and this server cannot."""
-
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPES = {429: "rate_limit_error"}
+"""Of errors that are not the request's own fault. OpenAI has a key that is missing and a model that
+is not there among the others: its clients go by the status and the code."""
 
 
 class ApiError(Exception):
@@ -63,14 +62,21 @@ class ApiError(Exception):
             found["WWW-Authenticate"] = "Bearer"
         return found
 
+    @classmethod
+    def shutting_down(cls) -> Self:
+        """What whoever comes, or waits, is told while the server ends."""
+        return cls(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
+
     def response(self) -> Response:
         """The whole answer."""
         return json_response(self.body, status=self.status, headers=self.headers)
 
 
-def shutting_down() -> ApiError:
-    """What whoever comes, or waits, is told while the server ends."""
-    return ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
+class BrokenOff(ApiError):
+    """What whoever had been let in is told of an answer that the server could not end.
+
+    It is counted among the answers that ended, and among the refusals not again.
+    """
 
 
 def json_response(
@@ -97,39 +103,6 @@ def from_invalid_input(error: InvalidInput, fields: Mapping[str, Any]) -> ApiErr
     if isinstance(error, NeverFits) or message.startswith("the prompt "):
         param = "messages" if "messages" in fields else "prompt"
     return ApiError(400, message, param=param)
-
-
-def from_validation(errors: Sequence[Any], fields: Container[str]) -> ApiError:
-    """What the schema refuses in a body, by its first mistake; `fields` are all that it knows.
-
-    Where a field may be one of several types there is a mistake for each. The one that is told is
-    of the type that was meant: not another type's, and as deep as it goes.
-    """
-    places = [_place(error, fields) for error in errors]
-    first = places[0]
-    same = [i for i, place in enumerate(places) if place[: len(first)] == first]
-    chosen = max(same, key=lambda i: (not errors[i]["type"].endswith("_type"), -i))
-    if errors[chosen]["type"].endswith("_type"):
-        chosen = max(same, key=lambda i: (len(places[i]), -i))
-    error, param = errors[chosen], ".".join(places[chosen])
-    if error["type"] == "json_invalid":
-        return ApiError(400, f"the body is no JSON: {error['ctx']['error']}")
-    problem = str(error["msg"])
-    if error["type"] == "extra_forbidden":
-        problem = "there is no such field, and it could change the result: leave it out"
-    code = "unsupported_parameter" if error["type"] == UNSUPPORTED else None
-    message = f"{param}: {problem}" if param else problem
-    return ApiError(400, message[:500], param=param[:200] or None, code=code)
-
-
-def _place(error: Any, fields: Container[str]) -> tuple[str, ...]:
-    """Where a mistake is, without the names of types that pydantic puts in between."""
-    *path, last = error["loc"]
-    is_unknown = error["type"] == "extra_forbidden"
-    kept = [part for part in path if isinstance(part, int) or part in fields]
-    if is_unknown or isinstance(last, int) or last in fields:
-        kept.append(last)
-    return tuple(map(str, kept))
 
 
 async def answer_api_error(request: Request, error: Exception) -> Response:

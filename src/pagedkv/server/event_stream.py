@@ -62,11 +62,16 @@ async def watched(receive: Receive, exchange: Exchange) -> AsyncIterator[None]:
 
 
 async def unless_left(receive: Receive, future: asyncio.Future[Found]) -> Found:
-    """Wait for `future`, and cancel it if the client leaves. Raises `ClientLeft`."""
+    """Wait for `future`, and cancel it if the client leaves. Raises `ClientLeft`.
+
+    What is done for a client that has left meanwhile is given to nobody, or its prompt would be
+    admitted.
+    """
     leaving = asyncio.create_task(_until_left(receive))
     try:
         await asyncio.wait((future, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not future.done():
+        await asyncio.sleep(0)  # it may have left in this very turn of the loop
+        if leaving.done():
             raise ClientLeft
         return future.result()
     finally:

@@ -11,7 +11,7 @@ from pagedkv.engine.request import Request
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.errors import InvalidInput
 from pagedkv.memory.block_key import Namespace
-from pagedkv.server.errors import ApiError
+from pagedkv.server.errors import BrokenOff
 from pagedkv.server.metrics import AnswerTimes
 
 if TYPE_CHECKING:
@@ -162,4 +162,4 @@ def _told(reason: BaseException) -> Exception:
     if isinstance(reason, InvalidInput):
         return reason
     line = (str(reason) or type(reason).__name__).splitlines()[0]
-    return ApiError(500, f"the step that computed this answer failed: {line}", code="step_failed")
+    return BrokenOff(500, f"the step that computed this answer failed: {line}", code="step_failed")

@@ -18,7 +18,7 @@ from pagedkv.server.completions import (
     completion_events,
     completion_prompts,
 )
-from pagedkv.server.errors import ApiError, from_invalid_input, json_response
+from pagedkv.server.errors import from_invalid_input, json_response
 from pagedkv.server.event_stream import EventStream, watched
 from pagedkv.server.exchange import Exchange
 from pagedkv.server.logprob_shapes import TokenNames
@@ -70,14 +70,8 @@ def _begun(
     serving: Serving, prompts: list[list[int]], ask: Ask, body: SamplingFields, arrived_s: float
 ) -> Exchange:
     """The exchange with the engine for a request. Raises `ApiError`."""
-    bias = ask.params.logit_bias
-    if bias and not 0 <= min(bias) <= max(bias) < serving.llm.vocab_size:
-        raise ApiError(
-            400,
-            f"logit_bias has a token id that is not 0 to {serving.llm.vocab_size - 1}, the "
-            "model's vocabulary",
-            param="logit_bias",
-        )
+    serving.check_vocabulary(ask.params.logit_bias or (), param="logit_bias")
+    serving.check_vocabulary(ask.params.stop_token_ids, param="stop_token_ids")
     for name in ("max_tokens", "max_completion_tokens"):
         if wanted := getattr(body, name, None):
             serving.check_room(max(map(len, prompts), default=0), wanted, param=name)

@@ -14,7 +14,7 @@ import uvicorn
 from pagedkv.errors import InvalidInput
 from pagedkv.server.app import create_app
 from pagedkv.server.connections import bounded_protocol
-from pagedkv.server.errors import shutting_down
+from pagedkv.server.errors import BrokenOff
 from pagedkv.server.guard import Guard
 from pagedkv.server.log_once import log_once
 from pagedkv.server.prompts import PromptReader
@@ -130,7 +130,7 @@ class Server(uvicorn.Server):
         while self._is_busy and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
         self._reader.close()
-        self._serving.break_off_all(shutting_down())
+        self._serving.break_off_all(BrokenOff.shutting_down())
         self.should_exit = True
 
     @property

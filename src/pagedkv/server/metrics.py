@@ -53,7 +53,7 @@ class RequestMetrics:
         )
         self.refused = Counter(
             "pagedkv_requests_refused",
-            "Requests that were answered with an error, by its code.",
+            "Requests that were answered with an error and never let in, by its code.",
             ["reason"],
             registry=registry,
         )

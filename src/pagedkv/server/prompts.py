@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from starlette.types import Receive
 
 from pagedkv.engine.chat import chat_token_ids
 from pagedkv.errors import InvalidInput
-from pagedkv.server.errors import ApiError, shutting_down
+from pagedkv.server.errors import ApiError
 from pagedkv.server.event_stream import unless_left
 
 _SHORT = 2_000
@@ -28,6 +28,9 @@ _NO_VARIABLES = frozenset(
 """What else the method that fills in a template takes; a template of a client's own among it."""
 
 Found = TypeVar("Found")
+
+Wanted: TypeAlias = Callable[[], bool]
+"""Whether anybody waits for it still: a tokenizer cannot be stopped within a text, but between."""
 
 
 class PromptReader:
@@ -70,10 +73,11 @@ class PromptReader:
             self._check_characters(len(text), param)
             _check_unicode(text, param)
 
-        def tokenize() -> list[list[int]]:
+        def tokenize(is_wanted: Wanted) -> list[list[int]]:
             return [
                 list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
                 for text in texts
+                if is_wanted()
             ]
 
         return await self._run(sum(map(len, texts)), tokenize, receive)
@@ -102,7 +106,7 @@ class PromptReader:
             for text in message.values():
                 _check_unicode(text, "messages")
 
-        def tokenize() -> list[int]:
+        def tokenize(_: Wanted) -> list[int]:
             return chat_token_ids(
                 tokenizer,
                 messages,
@@ -132,7 +136,7 @@ class PromptReader:
         """The text of token ids, special tokens included. Raises `ApiError`, `ClientLeft`."""
         tokenizer = self._needed(param)
 
-        def decode() -> str:
+        def decode(_: Wanted) -> str:
             return str(tokenizer.decode(ids, skip_special_tokens=False))
 
         try:
@@ -170,22 +174,31 @@ class PromptReader:
                 code="context_length_exceeded",
             )
 
-    async def _run(self, length: int, work: Callable[[], Found], receive: Receive) -> Found:
+    async def _run(self, length: int, work: Callable[[Wanted], Found], receive: Receive) -> Found:
+        """What `work` finds, which may end early where nobody wants it any more."""
         if length <= _SHORT:
-            return work()
+            return work(_always)
         if self._is_closed:
-            raise shutting_down()
+            raise ApiError.shutting_down()
+        is_over = False
         with self._queue():
-            future = asyncio.get_running_loop().run_in_executor(self._thread, work)
+            future = asyncio.get_running_loop().run_in_executor(
+                self._thread, lambda: work(lambda: not is_over)
+            )
             self._waiting.add(future)
             try:
                 return await unless_left(receive, future)
             except asyncio.CancelledError:
                 if self._is_closed:
-                    raise shutting_down() from None
+                    raise ApiError.shutting_down() from None
                 raise
             finally:
+                is_over = True
                 self._waiting.discard(future)
+
+
+def _always() -> bool:
+    return True
 
 
 def _check_unicode(text: Any, param: str) -> None:

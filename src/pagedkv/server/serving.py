@@ -11,14 +11,14 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagedkv.engine.outputs import Chunk
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.errors import BrokenLaw, InvalidInput
 from pagedkv.memory.block_key import Namespace
-from pagedkv.server.errors import ApiError, shutting_down
+from pagedkv.server.errors import ApiError, BrokenOff
 from pagedkv.server.exchange import ClientLeft, Exchange, News
 from pagedkv.server.limits import ServerLimits
 from pagedkv.server.metrics import AnswerTimes, Metrics
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("pagedkv.server")
 
 Found = TypeVar("Found")
+
+_WRONG_IDS_TOLD = 5
+"""Token ids that an error names before it counts the others."""
 
 
 class Serving:
@@ -115,11 +118,11 @@ class Serving:
                 code="broken_law",
             )
         if self.is_draining:
-            raise shutting_down()
+            raise ApiError.shutting_down()
 
     def count_refusal(self, error: ApiError) -> None:
-        """Note what a client is answered instead of what it asked for. Not a step's failure."""
-        if error.status != 500:
+        """Note what a client is answered instead of what it asked for. Not a failure of ours."""
+        if error.status != 500 and not isinstance(error, BrokenOff):
             self._metrics.requests.refused.labels(error.reason).inc()
 
     def check_model(self, model: str | None) -> None:
@@ -131,6 +134,19 @@ class Serving:
                 param="model",
                 code="model_not_found",
             )
+
+    def check_vocabulary(self, token_ids: Collection[int], *, param: str) -> None:
+        """Raise `ApiError` 400 with those of `token_ids` that the model has not."""
+        size = self.llm.vocab_size
+        if not token_ids or 0 <= min(token_ids) <= max(token_ids) < size:
+            return
+        wrong = list(dict.fromkeys(i for i in token_ids if not 0 <= i < size))
+        told = ", ".join(map(str, wrong[:_WRONG_IDS_TOLD]))
+        if len(wrong) > _WRONG_IDS_TOLD:
+            told += f" and {len(wrong) - _WRONG_IDS_TOLD} more"
+        raise ApiError(
+            400, f"{param} has {told}: not 0 to {size - 1}, the model's vocabulary", param=param
+        )
 
     def check_room(self, prompt_tokens: int, max_tokens: int, *, param: str) -> None:
         """Raise `ApiError` 400 where an answer that is asked for is longer than any can be.
@@ -214,7 +230,7 @@ class Serving:
             has_recording_failed=self.llm.recording_failure is not None,
         )
 
-    def break_off_all(self, reason: Exception) -> None:
+    def break_off_all(self, reason: BrokenOff) -> None:
         """End all requests that are under way."""
         for exchange in list(self.exchanges):
             exchange.break_off(reason)

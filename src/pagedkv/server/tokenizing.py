@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Request, Response
 
 from pagedkv.server.chat_schema import template_messages
-from pagedkv.server.errors import ApiError, json_response
+from pagedkv.server.errors import json_response
 from pagedkv.server.prompts import PromptReader
 from pagedkv.server.serving import Serving
 from pagedkv.server.tokenize_schema import DetokenizeRequest, TokenizeRequest
@@ -45,12 +45,6 @@ def add_tokenizing(app: FastAPI, serving: Serving, reader: PromptReader) -> None
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         serving.check_model(body.model)
-        if max(body.tokens, default=0) >= serving.llm.vocab_size:
-            raise ApiError(
-                400,
-                f"tokens has a token id that is not 0 to {serving.llm.vocab_size - 1}, the "
-                "model's vocabulary",
-                param="tokens",
-            )
+        serving.check_vocabulary(body.tokens, param="tokens")
         text = await reader.decoded(body.tokens, request.receive, param="tokens")
         return json_response({"prompt": text})
