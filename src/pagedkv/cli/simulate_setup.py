@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from pagedkv._version import __version__
 from pagedkv.cli.files import STANDARD_OUTPUT
-from pagedkv.cli.simulate_request import MOST, Given, Scheme
+from pagedkv.cli.simulate_request import MOST, RECORDED, Given, Scheme
 from pagedkv.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from pagedkv.simulate.model_geometry import ModelGeometry
+    from pagedkv.simulate.results import Percentiles
     from pagedkv.simulate.simulator import SimulationConfig
     from pagedkv.simulate.step_time import StepTime
     from pagedkv.simulate.trace import Trace
@@ -23,6 +26,9 @@ DEFAULT_WORKLOAD = "chat"
 DEFAULT_REQUESTS = 2_000
 GPU_MEMORY_UTILIZATION = 0.9
 """Share of a GPU's memory that an engine takes; what the weights leave of it is the KV memory."""
+
+_RATES = ("gpu", "num_gpus", "model", "prefill_rate", "step_time")
+"""Parameters that say how long steps take, or on what."""
 
 Settings: TypeAlias = dict[str, str | int | float | bool | None]
 
@@ -125,6 +131,33 @@ def step_time_of(given: Given, geometry: ModelGeometry) -> StepTime:
     )
 
 
+def is_timed_by_its_own_steps(given: Given, trace: Trace, typed: Collection[str]) -> bool:
+    """Whether the steps of a recorded run are to say how long steps take.
+
+    Where they are known, unless steps are repeated, or whoever asks names rates or a machine.
+    """
+    if trace.measured_steps is None or given.by_step:
+        return False
+    return not any(name in typed for name in _RATES)
+
+
+def measured_ttft_s_of(given: Given, trace: Trace) -> Percentiles | None:
+    """How long requests of a recorded run waited for first tokens; None where that is not known,
+    or where it is not that run which is simulated, whole and at its own settings."""
+    import numpy as np
+
+    from pagedkv.simulate.results import Percentiles
+
+    waited_s = trace.measured_ttft_s
+    if waited_s is None or given.requests is not None or given.duration is not None:
+        return None
+    for option, value in (trace.recorded_with or {}).items():
+        name, _ = RECORDED.get(option, ("", None))
+        if name and getattr(given, name) != value:
+            return None
+    return Percentiles(*(float(p) for p in np.nanpercentile(waited_s, (50, 90, 99))))
+
+
 def config_of(
     given: Given,
     trace: Trace,
@@ -188,8 +221,13 @@ def settings_of(
     geometry: ModelGeometry,
     memory: KVMemory,
     config: SimulationConfig,
+    *,
+    is_timed_by_itself: bool = False,
 ) -> Settings:
-    """Every setting that had a say, by the name of its flag, defaults filled in."""
+    """Every setting that had a say, by the name of its flag, defaults filled in.
+
+    `is_timed_by_itself`: whether the steps of a recorded run say how long steps take.
+    """
     from pagedkv.simulate.gpus import gpu_by_name
     from pagedkv.simulate.workloads import WORKLOADS
 
@@ -212,7 +250,8 @@ def settings_of(
             settings["by-step"] = True
     settings["duration"] = given.duration or "until all are served"
     settings |= memory_settings(given.model, geometry, memory, config)
-    if not ((given.is_measured or given.by_step) and given.sizes_memory):
+    needs_no_gpu = given.is_measured or given.by_step or is_timed_by_itself
+    if not (needs_no_gpu and given.sizes_memory):
         settings |= {"gpu": gpu_by_name(given.gpu).name, "num-gpus": given.num_gpus}
     if given.is_measured:
         settings |= {"prefill-rate": given.prefill_rate, "step-time": given.step_time}

@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 
 from pagedkv.simulate.metrics import filled_share, show_number
-from pagedkv.simulate.results import HitRateCurve, SchemeResult, SimulationResult, WhatIfResult
+from pagedkv.simulate.results import (
+    HitRateCurve,
+    Percentiles,
+    SchemeResult,
+    SimulationResult,
+    WhatIfResult,
+)
 
 GIB = 2**30
 
@@ -107,6 +113,12 @@ def show_seconds(value: float) -> str:
         if value < limit:
             return f"{show_number(value / divisor, None)} {unit}"
     return f"{show_number(value / 3600.0, None)} h"
+
+
+def first_tokens_after(waited_s: Percentiles) -> str:
+    """How long first tokens took: `first tokens after 810 ms (p50) and 2.40 s (p99)`."""
+    p50, p99 = show_seconds(waited_s.p50), show_seconds(waited_s.p99)
+    return f"first tokens after {p50} (p50) and {p99} (p99)"
 
 
 def show_bytes(value: float) -> str:

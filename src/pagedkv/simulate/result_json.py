@@ -30,6 +30,12 @@ from pagedkv.simulate.whole_file import write_whole
 FORMAT = "pagedkv-simulation"
 VERSION = 1
 
+MEASURED_KEYS = {
+    f"measured.ttft_s.p{percent}": "Of a recorded run that is simulated as it was: how long first "
+    "tokens took in that run; null where that is not known."
+    for percent in (50, 90, 99)
+}
+
 KEYS: dict[str, str] = {
     "format": f'Always "{FORMAT}".',
     "version": f"Version of these keys: {VERSION}.",
@@ -45,6 +51,7 @@ KEYS: dict[str, str] = {
     "memory.block_size": "Tokens that a block holds.",
     "memory.bytes_per_token": "Bytes of keys and values of one token; null where not given.",
     "memory.capacity_bytes": "The whole KV memory; null where not given.",
+    **MEASURED_KEYS,
     "remarks[]": "What the user should know about this run, a line each.",
     "schemes[].scheme": "Name of the scheme.",
     "schemes[].placement": "How contiguous regions are placed; null for paged.",
@@ -112,6 +119,7 @@ def heading_of(
     result: SimulationResult | WhatIfResult, *, file_format: str, version: int
 ) -> dict[str, Any]:
     """What every kind of result begins with: what it is, how to repeat it, and the traffic."""
+    measured = result.measured_ttft_s
     return {
         "format": file_format,
         "version": version,
@@ -124,6 +132,12 @@ def heading_of(
             "num_answers": result.num_answers,
             "prompt_tokens": result.prompt_tokens,
             "output_tokens": result.output_tokens,
+        },
+        "measured": {
+            "ttft_s": {
+                name: None if measured is None else getattr(measured, name)
+                for name in ("p50", "p90", "p99")
+            }
         },
     }
 

@@ -179,6 +179,7 @@ class SimulationResult:
     curve: HitRateCurve | None
     remarks: tuple[str, ...]
     comparison: tuple[PaperFigure, ...] = ()  # a published experiment's figures beside these
+    measured_ttft_s: Percentiles | None = None  # of a recorded run that is simulated as it was
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,7 @@ class WhatIfResult:
     names: tuple[str, ...]  # of the varied settings
     rows: tuple[WhatIfRow, ...]
     remarks: tuple[str, ...]
+    measured_ttft_s: Percentiles | None = None  # of a recorded run whose base is as it was
 
     @property
     def base(self) -> WhatIfRow:

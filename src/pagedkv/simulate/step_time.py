@@ -1,16 +1,18 @@
 """How long one step of the engine takes: from a roofline, or from rates that were measured.
 
-One formula serves both (`docs/step-time.md` derives it)::
+One formula serves all (`docs/step-time.md` derives it)::
 
     step = base + sequence * num_running + prefill_token * prefill_tokens
-           + max(compute, memory)
+           + decode_token * decode_tokens + read_token * context_tokens_read
+           + pair * attention_token_pairs + max(compute, memory)
 
     compute = token_compute * (prefill_tokens + decode_tokens)
               + pair_compute * attention_token_pairs
     memory  = dense_weights + expert_weights * touched + context_token * context_tokens_read
     touched = 1 - (1 - routed_share) ^ (prefill_tokens + decode_tokens)
 
-A roofline leaves `prefill_token` at 0; measured rates leave `compute` and `memory` at 0.
+A roofline leaves the rates of tokens and pairs at 0; measured rates leave `compute` and `memory`
+at 0. `step_time_fit` finds rates in the steps of a recorded run.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ LEAST_EFFICIENCY = 1e-6
 class StepTime:
     """The coefficients of the formula above, all in seconds but `routed_share` (0 to 1).
 
-    Made by `roofline_step_time` or `measured_step_time`; `description` says from what.
+    Made by `roofline_step_time`, `measured_step_time` or `fitted_step_time`; `description` says
+    from what.
     """
 
     description: str
@@ -59,9 +62,12 @@ class StepTime:
     expert_weights_s: float = 0.0
     routed_share: float = 0.0
     context_token_s: float = 0.0
+    decode_token_s: float = 0.0
+    read_token_s: float = 0.0
+    pair_s: float = 0.0
 
     def params(self) -> NDArray[np.float64]:
-        """float64 [9], what `step_time_s` takes: the coefficients in their order above."""
+        """float64 [12], what `step_time_s` takes: the coefficients in their order above."""
         return np.array(
             [
                 self.base_s,
@@ -73,6 +79,9 @@ class StepTime:
                 self.expert_weights_s,
                 self.routed_share,
                 self.context_token_s,
+                self.decode_token_s,
+                self.read_token_s,
+                self.pair_s,
             ],
             np.float64,
         )
@@ -167,7 +176,7 @@ def step_time_s(
 ) -> float:
     """Seconds that one step takes.
 
-    `params` float64 [9] from `StepTime.params`. `prefill_tokens` and `decode_tokens` are
+    `params` float64 [12] from `StepTime.params`. `prefill_tokens` and `decode_tokens` are
     computed in this step; `context_tokens_read` sums, over the sequences in the step, the
     tokens whose keys and values their attention reads, those of this step included;
     `attention_token_pairs` sums the key tokens that each query token attends to: a decode at
@@ -177,9 +186,14 @@ def step_time_s(
     compute = params[3] * tokens + params[4] * attention_token_pairs
     touched = 1.0 - (1.0 - params[7]) ** float(tokens)
     memory = params[5] + params[6] * touched + params[8] * context_tokens_read
-    return float(
-        params[0] + params[1] * num_running + params[2] * prefill_tokens + max(compute, memory)
+    measured = (
+        params[1] * num_running
+        + params[2] * prefill_tokens
+        + params[9] * decode_tokens
+        + params[10] * context_tokens_read
+        + params[11] * attention_token_pairs
     )
+    return float(params[0] + measured + max(compute, memory))
 
 
 def _check_seconds(name: str, value: float) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from pagedkv.simulate.measured_steps import MeasuredSteps
+
 
 def _no_rows() -> NDArray[np.int64]:
     return np.zeros(0, dtype=np.int64)
@@ -60,6 +62,9 @@ class Trace:
     the output tokens that it had got until then, maybe 0.
     `recorded_with`: the settings of the engine that a recorded run had, by the names of the
     options of `pagedkv simulate`; None for other traces.
+    `measured_steps`: how long the steps of a recorded run took; None where that is not known.
+    `measured_ttft_s` float64 [n]: how long each request waited for its first token in that run,
+    NaN where it got none; None where nothing is known, or where time is counted in steps.
     """
 
     name: str
@@ -76,6 +81,8 @@ class Trace:
     sample: NDArray[np.int64] | None = None
     interruptions: Interruptions | None = None
     recorded_with: Mapping[str, int | float | bool] | None = None
+    measured_steps: MeasuredSteps | None = None
+    measured_ttft_s: NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -96,11 +103,12 @@ class Trace:
             prefix_offsets=self.prefix_offsets[: n + 1],
             sample=None if self.sample is None else self.sample[:n],
             interruptions=None if self.interruptions is None else self.interruptions.first(n),
+            measured_ttft_s=None if self.measured_ttft_s is None else self.measured_ttft_s[:n],
         )
 
     def at_load(self, factor: float) -> Trace:
-        """The same requests, coming `factor` times as fast."""
-        return replace(self, arrival_s=self.arrival_s / factor)
+        """The same requests, coming `factor` times as fast: no run was measured at that load."""
+        return replace(self, arrival_s=self.arrival_s / factor, measured_ttft_s=None)
 
     @property
     def has_prefix_ids(self) -> bool:

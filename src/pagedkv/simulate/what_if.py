@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 
-from pagedkv.simulate.headline import show_seconds
+from pagedkv.simulate.headline import first_tokens_after
 from pagedkv.simulate.metrics import WASTE, Metric, metric_by_key, show_metric, show_number
-from pagedkv.simulate.results import WhatIfResult, WhatIfRow
+from pagedkv.simulate.results import Percentiles, WhatIfResult, WhatIfRow
 
 COLUMNS: tuple[Metric, ...] = (
     metric_by_key("hit_rate_first"),
@@ -20,6 +20,9 @@ COLUMNS: tuple[Metric, ...] = (
     metric_by_key("output_tokens_per_s"),
 )
 """What is shown of each row; the JSON has every metric."""
+
+MEASURED = "measured in that run"
+"""What stands beside the base of a recorded run whose times are known."""
 
 CHARTED: tuple[Metric, ...] = (COLUMNS[0], COLUMNS[1], COLUMNS[2], COLUMNS[4])
 
@@ -44,6 +47,19 @@ def base_in_words(result: WhatIfResult) -> str:
     return "as it was" if is_by_step(result) else "simulated at its own settings"
 
 
+def measured_value(result: WhatIfResult, metric: Metric) -> float | None:
+    """What was measured of it in the recorded run, in the base unit; None where nothing was."""
+    if result.measured_ttft_s is None or not metric.key.startswith("ttft_s."):
+        return None
+    return float(getattr(result.measured_ttft_s, metric.key.removeprefix("ttft_s.")))
+
+
+def measured_of(result: WhatIfResult, metric: Metric) -> str:
+    """The same as it is shown; empty where nothing was measured."""
+    value = measured_value(result, metric)
+    return "" if value is None else show_number(value * metric.scale, metric.decimals)
+
+
 def unit_of(result: WhatIfResult, metric: Metric) -> str:
     """The unit of a metric: seconds are steps where those are counted."""
     if not is_by_step(result):
@@ -57,6 +73,8 @@ def sentences(result: WhatIfResult) -> tuple[str, ...]:
     found = [
         f"{_capital(base_in_words(result))} ({in_words(result, base)}): {_state(result, base)}."
     ]
+    if result.measured_ttft_s is not None:
+        found.append(f"{_capital(MEASURED)}: {first_tokens_after(result.measured_ttft_s)}.")
     others = [row for row in result.rows if not row.is_base]
     began = [row.scheme.began for row in result.rows if not row.scheme.refused]
     all_began = len(set(began)) <= 1
@@ -113,13 +131,11 @@ def _state(result: WhatIfResult, row: WhatIfRow) -> str:
     parts.append(f"{scheme.preemptions:,} preemption{'' if scheme.preemptions == 1 else 's'}")
     if math.isfinite(scheme.ttft_s.p50):
         parts.append(
-            f"first tokens after {_time(result, scheme.ttft_s.p50)} (p50) and "
-            f"{_time(result, scheme.ttft_s.p99)} (p99)"
+            _after_steps(scheme.ttft_s) if is_by_step(result) else first_tokens_after(scheme.ttft_s)
         )
     return ", ".join(parts)
 
 
-def _time(result: WhatIfResult, value: float) -> str:
-    if is_by_step(result):
-        return f"{show_number(value, None)} steps"
-    return show_seconds(value)
+def _after_steps(waited: Percentiles) -> str:
+    p50, p99 = show_number(waited.p50, None), show_number(waited.p99, None)
+    return f"first tokens after {p50} steps (p50) and {p99} steps (p99)"

@@ -9,7 +9,13 @@ import os
 from typing import Any
 
 from pagedkv.simulate.metrics import METRICS, WASTE
-from pagedkv.simulate.result_json import heading_of, metrics_of, plain_json, write_content
+from pagedkv.simulate.result_json import (
+    MEASURED_KEYS,
+    heading_of,
+    metrics_of,
+    plain_json,
+    write_content,
+)
 from pagedkv.simulate.results import WhatIfResult
 
 FORMAT = "pagedkv-what-if"
@@ -26,6 +32,7 @@ KEYS: dict[str, str] = {
     "trace.num_answers": "Answers generated to them.",
     "trace.prompt_tokens": "Prompt tokens of all requests.",
     "trace.output_tokens": "Output tokens of all answers.",
+    **MEASURED_KEYS,
     "bytes_per_token": "Bytes of keys and values of one token; null where not given.",
     "varied[]": "The settings that were varied.",
     "remarks[]": "What the user should know, a line each.",

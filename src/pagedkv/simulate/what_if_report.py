@@ -25,9 +25,12 @@ from pagedkv.simulate.report_page import (
 from pagedkv.simulate.results import WhatIfResult, WhatIfRow
 from pagedkv.simulate.what_if import (
     CHARTED,
+    MEASURED,
     base_in_words,
     columns_of,
     in_words,
+    measured_of,
+    measured_value,
     sentences,
     shows_blocks,
     unit_of,
@@ -111,11 +114,12 @@ def _charts(
             )
             + "</ul>"
         )
+    hollow = "" if result.measured_ttft_s is None else f", the hollow one what was {MEASURED}"
     return section(
         "charts",
         f"By {result.names[across]}",
         "Each point is the whole trace once more. The diamond is the trace "
-        f"{base_in_words(result)}.{left_out}",
+        f"{base_in_words(result)}{hollow}.{left_out}",
         f'{legend}<div class="grid">{"".join(charts)}</div>',
     )
 
@@ -153,6 +157,24 @@ def _figure(
             "hovertemplate": "%{x}: %{y:,.4~g}",
         }
     )
+    if (waited_s := measured_value(result, metric)) is not None:
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": MEASURED,
+                "x": [result.base.values[across]],
+                "y": [round(waited_s * metric.scale, 5)],
+                "marker": {
+                    "size": 12,
+                    "symbol": "diamond-open",
+                    "color": "--here",
+                    "line": {"width": 2},
+                },
+                "cliponaxis": False,
+                "hovertemplate": f"{MEASURED}: %{{y:,.4~g}}",
+            }
+        )
     layout = {
         "hovermode": "closest",
         "xaxis": {
@@ -226,11 +248,21 @@ def _table_section(result: WhatIfResult) -> str:
             + "".join(f"<td{marked}>{escape(cell)}</td>" for cell in cells)
             + "</tr>"
         )
+        if row.is_base and result.measured_ttft_s is not None:
+            blank = [""] * (len(cells) - len(columns) - any_refused)
+            measured = [*blank, *(measured_of(result, metric) for metric in columns)]
+            measured += [""] * any_refused
+            rows.append(
+                f"<tr><th scope=row>{MEASURED}</th>"
+                + "".join(f"<td>{escape(cell)}</td>" for cell in measured)
+                + "</tr>"
+            )
+    below = "" if result.measured_ttft_s is None else f"; below it, what was {MEASURED}"
     return section(
         "numbers",
         "Every choice",
-        f"The row that is set off is the trace {base_in_words(result)}. --json FILE has every "
-        "metric of every row.",
+        f"The row that is set off is the trace {base_in_words(result)}{below}. --json FILE has "
+        "every metric of every row.",
         '<div class="scroll" tabindex="0" role="region" aria-label="Metrics by choice">'
         f'<table class="full"><thead><tr><th scope=col></th>{heads}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>",

@@ -11,14 +11,17 @@ from pagedkv.simulate.metrics import Metric, show_metric
 from pagedkv.simulate.results import WhatIfResult
 from pagedkv.simulate.table import plain_table, print_text, writable
 from pagedkv.simulate.what_if import (
+    MEASURED,
     base_in_words,
     columns_of,
     is_by_step,
+    measured_of,
     sentences,
     shows_blocks,
 )
 
 BASE_SIGN = "*"
+MEASURED_SIGN = "="
 
 _WIDEST = 10_000
 
@@ -61,6 +64,8 @@ def print_what_if(result: WhatIfResult, console: Console) -> None:
         table = _table(result, columns, console)
     console.print(table)
     print_text(console, Text(f"{BASE_SIGN} {base_in_words(result)}"))
+    if result.measured_ttft_s is not None:
+        print_text(console, Text(f"{MEASURED_SIGN} {MEASURED}"))
     if left_out:
         print_text(console, Text(f"Not shown, for the width: {', '.join(left_out)}"))
     for remark in result.remarks:
@@ -96,6 +101,10 @@ def _table(result: WhatIfResult, columns: list[Metric], console: Console) -> Tab
         table.add_row(
             *(Text(writable(cell, console)) for cell in cells), style="bold" if row.is_base else ""
         )
+        if row.is_base and result.measured_ttft_s is not None:
+            blank = [""] * (len(cells) - 1 - len(columns))
+            measured = (measured_of(result, metric) for metric in columns)
+            table.add_row(MEASURED_SIGN, *blank, *measured)
     return table
 
 

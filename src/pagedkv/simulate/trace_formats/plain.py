@@ -23,6 +23,7 @@ from pagedkv.simulate.trace_formats.fields import (
     TraceFormat,
     missing,
 )
+from pagedkv.simulate.trace_formats.measured import lists_of
 from pagedkv.simulate.trace_formats.recorded import FIELDS
 from pagedkv.simulate.trace_formats.source import display_name
 
@@ -109,6 +110,7 @@ def write_trace(trace: Trace, path: str) -> None:
 def _lines(trace: Trace) -> Iterator[bytes]:
     offsets = trace.prefix_offsets.tolist()
     columns = (trace.arrival_s, trace.prompt_tokens, trace.output_tokens, trace.session)
+    waited_s = trace.measured_ttft_s
     samples = [0] * len(trace) if trace.sample is None else trace.sample.tolist()
     request = -1
     for i, (arrival_s, prompt, output, session, sample) in enumerate(
@@ -120,6 +122,8 @@ def _lines(trace: Trace) -> Iterator[bytes]:
             line |= {"request": request, "sample": sample}
         if trace.recorded_with is not None and i == 0:
             line["engine"] = dict(trace.recorded_with)
+        if waited_s is not None and not np.isnan(waited_s[i]):
+            line["first_token_s"] = arrival_s + float(waited_s[i])
         if session >= 0:
             line["session"] = session
         if trace.has_prefix_ids:
@@ -130,3 +134,8 @@ def _lines(trace: Trace) -> Iterator[bytes]:
                 line["unshared"] = True
             line["prefix_ids"] = trace.prefix_ids[offsets[i] : offsets[i + 1]].tolist()
         yield json.dumps(line, separators=(",", ":")).encode() + b"\n"
+    if waited_s is not None or trace.measured_steps is not None:
+        rest: dict[str, object] = {"under_way": []}
+        if trace.measured_steps is not None:
+            rest["steps"] = lists_of(trace.measured_steps)
+        yield json.dumps(rest, separators=(",", ":")).encode() + b"\n"

@@ -4,7 +4,8 @@ A request is one whole line for each of its answers once it has ended (`recorded
 line of progress names it: `{"step": 120, "s": 8.3, "under_way": [...]}` was written before step
 120, and each entry is an answer that had grown since the line of progress before. The first entry
 of an answer has all its fields, later ones their number of tokens and the keys from the last
-whole piece on. `"under_way": []` with nobody left says that the run had come to rest.
+whole piece on. `"under_way": []` with nobody left says that the run had come to rest. Some tell of
+the steps since the line of progress before, too (`measured`).
 
 `WholeLines` makes whole lines of all that: those of requests that ended, and of requests
 that had not when the recording did, as if they had been cancelled then.
@@ -18,6 +19,7 @@ from typing import Any, TypeAlias
 
 from pagedkv.errors import TraceError
 from pagedkv.simulate.trace_formats.fields import MAX_TOKENS
+from pagedkv.simulate.trace_formats.measured import StepLists
 
 Line: TypeAlias = tuple[int, dict[str, Any]]
 """A line's number, 1-based, and the object on it."""
@@ -34,27 +36,37 @@ def is_progress(found: Container[str]) -> bool:
 class CutOff:
     """Where a recording ends before its run did."""
 
-    step: int
-    """The step before which its last progress was written."""
-    s: float
+    step: int | None
+    """The step before which its last progress was written; None where there is none."""
+    s: float = 0.0
     """When that was, in seconds since the engine began."""
-    num_under_way: int
+    num_under_way: int = 0
     """Requests that had not ended."""
-    num_left_out: int
+    num_left_out: int = 0
     """Lines behind, of requests that ended later, which are left out."""
 
     @property
     def remark(self) -> str:
         """What there is to say about it, one line."""
-        those = _counted(self.num_under_way, "request was", "requests were")
+        if self.step is None:
+            return (
+                "the run was cut off before its first progress; requests that had not ended are "
+                "missing"
+            )
         text = (
             f"the run was cut off: its last progress is of step {self.step}, {self.s:.1f} s after "
-            f"it began, when {those} under way, told as far as they had come"
+            "it began"
         )
+        if self.num_under_way:
+            those = _counted(self.num_under_way, "request was", "requests were")
+            text += f", when {those} under way, told as far as they had come"
         if self.num_left_out:
             those = _counted(self.num_left_out, "answer that ended", "answers that ended")
             text += f"; {those} in the second after that left out, to go by steps"
-        return text
+        return f"{text}; {_LATER}"
+
+
+_LATER = "requests that came later and had not ended are missing"
 
 
 def _counted(number: int, one: str, several: str) -> str:
@@ -62,7 +74,9 @@ def _counted(number: int, one: str, several: str) -> str:
 
 
 class WholeLines:
-    """The lines of a recording without those of progress; `cut_off` is known after the last one.
+    """The lines of a recording without those of progress.
+
+    `cut_off` and `steps` are known after the last one.
 
     `by_step` gives what was so at the last progress: who ended later goes on there, and who came
     later is missing, since then all steps before it can be repeated as they were.
@@ -75,6 +89,7 @@ class WholeLines:
         self._under_way: dict[int, dict[int, Line]] = {}  # by request and sample
         self._settings: Any = None
         self.cut_off: CutOff | None = None
+        self.steps = StepLists(file)
 
     def __iter__(self) -> Iterator[Line]:
         """The lines. Raises TraceError, line and field, for progress that cannot be."""
@@ -89,13 +104,16 @@ class WholeLines:
             self._note(number, found)
             last = number, found
         if last is None:
+            # A run that is whole ends with a line that says so, if it is one that tells times.
+            if any("first_token_s" in found for _, found in since):
+                self.cut_off = CutOff(None)
             yield from self._settled(since)
             return
         left_out = len(since) if self._by_step else 0
         if not left_out:
             yield from self._settled(since)
         number, found = last
-        if self._under_way or left_out:
+        if self._under_way or since:  # a run that is whole ends with one that nobody is left in
             step, seconds = found.get("step"), found.get("s")
             if type(step) is not int or not 0 <= step <= MAX_TOKENS:
                 problem = "is not the number of a step"
@@ -130,6 +148,7 @@ class WholeLines:
             return TraceError(problem, file=self._file, line=number, field=_FIELD)
 
         self._settings = progress.get("engine", self._settings)
+        self.steps.add(progress, number)
         entries = progress[_FIELD]
         if not isinstance(entries, list):
             raise wrong("is not a list of answers")

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagedkv.errors import TraceError
+from pagedkv.simulate.measured_steps import MeasuredSteps
 from pagedkv.simulate.trace import Trace
 from pagedkv.simulate.trace_formats import recorded
 from pagedkv.simulate.trace_formats.csv_lines import read_csv
@@ -33,10 +34,14 @@ def read_trace(path: str, *, by_step: bool = False) -> Trace:
     """
     file = display_name(path)
     content = read_decompressed(path)
-    data, remarks = content.data.removeprefix(_BYTE_ORDER_MARK), []
+    data, remarks = (content.data + content.cut_data).removeprefix(_BYTE_ORDER_MARK), []
     if recorded.was_recorded(data):
         data, cut = recorded.without_half_a_line(data)
-        if cut or content.num_cut_bytes:
+        if content.cut_data:
+            remarks.append(
+                "the last piece of the recording was cut off: it is read as far as it goes"
+            )
+        elif cut or content.num_cut_bytes:
             remarks.append(
                 f"the last piece of the recording was cut off: {cut or content.num_cut_bytes:,} "
                 "bytes of it left out"
@@ -44,6 +49,7 @@ def read_trace(path: str, *, by_step: bool = False) -> Trace:
     elif content.num_cut_bytes:
         raise content.cut_off(file)
     found = detect_format(data, file)
+    steps: MeasuredSteps | None = None
     if found.container is Container.CSV:
         table = read_csv(data, found.fields, file)
     else:
@@ -51,8 +57,9 @@ def read_trace(path: str, *, by_step: bool = False) -> Trace:
         table = read_jsonl(lines, found.fields, file)
         if lines.cut_off is not None:
             remarks.append(lines.cut_off.remark)
+        steps = lines.steps.found()
     trace = _trace(found, table, name=trace_name(path), file=file, by_step=by_step)
-    return replace(trace, remarks=(*remarks, *trace.remarks))
+    return replace(trace, remarks=(*remarks, *trace.remarks), measured_steps=steps)
 
 
 def _trace(known: TraceFormat, table: Table, *, name: str, file: str, by_step: bool) -> Trace:
@@ -69,8 +76,11 @@ def _trace(known: TraceFormat, table: Table, *, name: str, file: str, by_step: b
             raise TraceError(problem, file=file)
         recorded.require(table, "arrival_step", file)
         time = table.columns["arrival_step"].astype(np.float64)
+    ttft_s: NDArray[np.float64] | None = None
     if is_recorded:
         keep = recorded.in_order(table, keep, time, file)
+        if not by_step:
+            ttft_s = recorded.measured_ttft_s(table, keep, known.arrival, file)
         remarks += recorded.missing_remark(table)
 
     arrival = time[keep]
@@ -100,6 +110,7 @@ def _trace(known: TraceFormat, table: Table, *, name: str, file: str, by_step: b
         sample=table.columns["sample"][keep] if is_recorded else None,
         interruptions=recorded.interruptions(table, keep) if by_step else None,
         recorded_with=table.settings,
+        measured_ttft_s=ttft_s,
     )
 
 

@@ -2,7 +2,8 @@
 
 A line is one answer. `request` numbers requests in the order in which they came, `sample` the
 answers to one of them. `arrival_step` is how many steps the engine had begun by then, and
-`cancelled_step` or `failed_step` say when a request was cut short. Lines stand in the order in
+`cancelled_step` or `failed_step` say when a request was cut short; `first_token_s` is when an
+answer got its first token, by the clock of `arrival_s`. Lines stand in the order in
 which requests ended: of those cancelled before the same step, the first line left first.
 """
 
@@ -23,6 +24,7 @@ FIELDS = (
     Field("arrival_step", Kind.COUNT, optional=True),
     Field("cancelled_step", Kind.COUNT, optional=True),
     Field("failed_step", Kind.COUNT, optional=True),
+    Field("first_token_s", Kind.NUMBER, optional=True),
     Field("unshared", Kind.FLAG, optional=True),
     Field("engine", Kind.SETTINGS, optional=True),
 )
@@ -119,6 +121,28 @@ def missing_remark(table: Table) -> list[str]:
         f"{those} missing that had not ended when the recording did: what they took from the "
         "others is not repeated"
     ]
+
+
+def measured_ttft_s(
+    table: Table, rows: NDArray[np.int64], arrival: str, file: str
+) -> NDArray[np.float64] | None:
+    """How long each of `rows` waited for its first token, NaN for none; None where none is known.
+
+    `arrival` names the field with the time of arrival. Raises TraceError for a token before that.
+    """
+    known = table.present["first_token_s"][rows]
+    if not np.any(known):
+        return None
+    waited: NDArray[np.float64] = (
+        table.columns["first_token_s"][rows] - table.columns[arrival][rows]
+    )
+    early = known & (waited < 0)
+    if np.any(early):
+        line = int(table.line[rows][np.argmax(early)])
+        problem = f"is before {arrival}, when the request came"
+        raise TraceError(problem, file=file, line=line, field="first_token_s")
+    waited[~known] = np.nan
+    return waited
 
 
 def interruptions(table: Table, rows: NDArray[np.int64]) -> Interruptions:

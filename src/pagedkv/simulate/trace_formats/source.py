@@ -1,7 +1,8 @@
 """From a path to plain bytes: opening, and undoing gzip and zstd, told apart by their first bytes.
 
 Both kinds may come in several pieces behind each other, each of which is whole by itself (members
-of gzip, frames of zstd). Of a file that ends within a piece the pieces before are told.
+of gzip, frames of zstd). Of a file that ends within a piece the pieces before are told, and of that
+one as much as comes out.
 
 The name of a file says nothing here: a trace that was compressed and renamed, or comes through a
 pipe, reads the same.
@@ -47,6 +48,8 @@ class Content:
     data: bytes
     num_cut_bytes: int = 0
     """Bytes at the end of a compressed file that begin a piece and do not end it; not in `data`."""
+    cut_data: bytes = b""
+    """What these hold, as far as it comes out."""
     kind: str = ""
     """The compression."""
 
@@ -94,7 +97,7 @@ def _read(path: str) -> bytes:
 def _gunzip(content: bytes) -> Content:
     # By hand rather than gzip.decompress, which tells truncation from damage less well and
     # takes one member at a time through a file object.
-    parts = []
+    parts, part = [], b""
     rest = content
     while rest and (rest.startswith(_GZIP_MAGIC) or _GZIP_MAGIC.startswith(rest)):
         member = zlib.decompressobj(wbits=31)
@@ -102,17 +105,18 @@ def _gunzip(content: bytes) -> Content:
         if not member.eof:
             break
         parts.append(part)
+        part = b""
         rest = member.unused_data.lstrip(b"\0")  # tapes and some tools pad with zeros
     else:
         if rest:
             raise zlib.error("bytes after the end")
-    return Content(b"".join(parts), len(rest), "gzip")
+    return Content(b"".join(parts), len(rest), part, "gzip")
 
 
 def _unzstd(content: bytes) -> Content:
     # A stream reader would stop silently where the data does; a frame object knows its end.
     decompressor = zstandard.ZstdDecompressor(max_window_size=_LARGEST_ZSTD_WINDOW)
-    parts = []
+    parts, part = [], b""
     rest = content
     while rest:
         if rest.startswith(_ZSTD_SKIPPABLE):
@@ -126,5 +130,6 @@ def _unzstd(content: bytes) -> Content:
         if not frame.eof:
             break
         parts.append(part)
+        part = b""
         rest = frame.unused_data
-    return Content(b"".join(parts), len(rest), "zstd")
+    return Content(b"".join(parts), len(rest), part, "zstd")
