@@ -103,13 +103,14 @@ class _Reading(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])
-def test_what_is_captured_of_the_attention_brings_nothing_from_the_host(
+def test_what_is_captured_brings_nothing_from_the_host(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     from models.gpu_batch import DEVICE
     from models.tiny_engine import TinyEngine
     from pagedkv.attention.gpu import storage
+    from pagedkv.engine.fused import gates, norms, rotary
 
     captured = []
 
@@ -122,9 +123,15 @@ def test_what_is_captured_of_the_attention_brings_nothing_from_the_host(
         captured.append(compute)
         return compute
 
-    for kernel in ("attend_pieces", "combine_parts", "write_rows"):
-        monkeypatch.setattr(storage, kernel, _Unlaunched())
     model = PagedModel(tiny_model(model_type).to(DEVICE), triton=True)
+    assert model.fused is not None and model.fused.norms and model.fused.rotary
+    for module, kernel in (
+        *((storage, name) for name in ("attend_pieces", "combine_parts", "write_rows")),
+        (gates, "multiply_by_gate"),
+        (norms, "normalize_rows"),
+        (rotary, "rotate_heads"),
+    ):
+        monkeypatch.setattr(module, kernel, _Unlaunched())
     running = TinyEngine(model, 8, seats=2, capture=capture)
     if DEVICE == "cpu" or model_type != "gpt_oss":
         assert running.graph_problem is None and len(captured) == 2

@@ -19,6 +19,7 @@ from pagedkv.scheduling.continuous import Batch
 
 if TYPE_CHECKING:
     from pagedkv.attention.gpu import GPUStorage
+    from pagedkv.engine.fused import FusedLayers
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -30,13 +31,19 @@ class PagedModel:
     which are packed on the CPU only. `shapes` are the layers that keep something, in order;
     `doubled_bytes` of weights are there twice after packing. With `triton` the keys and values
     are in torch's memory and read by Triton's kernels: on a CUDA device unless it is said
-    otherwise. On a CPU that works in Triton's interpreter only.
+    otherwise. On a CPU that works in Triton's interpreter only. There `fused_layers` lets parts of
+    the model compute in fewer kernels; `fused` says which.
 
     Raises `InvalidInput` for a model that would not run right.
     """
 
     def __init__(
-        self, model: Any, *, pack_weights: bool = True, triton: bool | None = None
+        self,
+        model: Any,
+        *,
+        pack_weights: bool = True,
+        fused_layers: bool = True,
+        triton: bool | None = None,
     ) -> None:
         check_architecture(model.config)
         self.config = model.config
@@ -55,7 +62,14 @@ class PagedModel:
         self.longest_exact, self.longest_exact_reason = longest_exact(model.config)
         use_block_tables(model)
         self.shapes, self.places = survey(model)
-        self.doubled_bytes = pack_linear_layers(model) if pack_weights and not is_cuda else 0
+        self.doubled_bytes = 0
+        self.fused: FusedLayers | None = None
+        if self.is_on_triton and fused_layers:
+            from pagedkv.engine.fused import fuse_layers
+
+            self.fused = fuse_layers(model, lambda: survey(model))
+        elif pack_weights and not is_cuda:
+            self.doubled_bytes = pack_linear_layers(model)
 
     def make_storage(self, num_blocks: int, block_size: int) -> KVStorage | GPUStorage:
         """Blocks for this model's keys and values, where it computes."""
