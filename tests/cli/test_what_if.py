@@ -289,6 +289,121 @@ def test_steps_are_told_in_steps(capsys: pytest.CaptureFixture[str]) -> None:
     assert "(steps)" in out and "(s)" not in out and "As it was" in out and " ms" not in out
 
 
+def measured_run(path: str, *, num_steps: int = 60, **changes: Any) -> None:
+    """A recording of requests that come alone; a step takes 0.5 s, and 0.01 s a prompt token."""
+    line = {"prompt_tokens": 50, "output_tokens": 2, "sample": 0}
+    line |= {"prefix_granularity": 8, "covers_output": True}
+    lines: list[dict[str, Any]] = [
+        line
+        | {"arrival_s": 9.0 * i, "arrival_step": 2 * i, "request": i, "first_token_s": 9.0 * i + 1}
+        | {"prefix_ids": [f"{10 * i + j:032x}" for j in range(7)]}
+        for i in range(4)
+    ]
+    lines[0] |= {"engine": {"num-blocks": 64, "block-size": 8, "max-num-seqs": 4}}
+    prefill = [50 if i % 3 == 0 else 0 for i in range(num_steps)]
+    decode = [0 if i % 3 == 0 else i % 3 for i in range(num_steps)]
+    took_us = [500_000 + 10_000 * new for new in prefill]
+    context = [i % 7 for i in range(num_steps)]
+    names = ("took_us", "prefill_tokens", "decode_tokens", "context_tokens", "pairs")
+    numbers = (took_us, prefill, decode, context, [0] * num_steps)
+    lines.append({"step": 8, "s": 30.0, "under_way": [], "steps": dict(zip(names, numbers))})
+    lines[-1] |= changes
+    Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_recorded_run_is_timed_by_its_own_steps(
+    numbers: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured_run("run.jsonl")
+    line = (
+        "steps timed by this recording: 500 ms + 10.0 ms a prompt token; half of the 60 steps "
+        "within 0 %, all together as measured; seen with up to 50 prompt and 2 answer tokens a step"
+    )
+    found = numbers("run.jsonl", "--no-report", "--what-if", "num-blocks=1x,2x")
+    base = found["choices"][0]
+    assert base["is_base"] and base["ttft_s"]["p50"] == pytest.approx(1.0)
+    assert base["tpot_s"]["p50"] == pytest.approx(0.5)
+    assert found["remarks"][0] == line
+    assert found["measured"] == {"ttft_s": {"p50": 1.0, "p90": 1.0, "p99": 1.0}}
+    assert not any("A100" in str(text) for text in (*found["remarks"], *found["settings"].values()))
+    assert found["settings"]["time of a step"] == (
+        "fitted to this recording: 500 ms + 10.0 ms a prompt token"
+    )
+    alone = numbers("run.jsonl", "--no-report")
+    assert alone["schemes"][0]["ttft_s"]["p50"] == pytest.approx(1.0)
+    assert alone["remarks"][:2] == [
+        "measured in the recorded run: first tokens after 1.00 s (p50) and 1.00 s (p99); simulated "
+        "on paged memory: first tokens after 1.00 s (p50) and 1.00 s (p99)",
+        line,
+    ]
+    assert alone["measured"] == found["measured"]
+
+    assert main.run(["simulate", "run.jsonl", "--no-report", "--what-if", "num-blocks=1x,2x"]) == 0
+    out = capsys.readouterr().out
+    assert "\nMeasured in that run: first tokens after 1.00 s (p50) and 1.00 s (p99).\n" in out
+    [row] = [text.split() for text in out.splitlines() if text.startswith("= ") and "." in text]
+    assert row == ["=", "1.00", "1.00"] and "\n= measured in that run\n" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--gpu", "H100"], "roofline of H100 with llama-3-8b"),
+        (["--num-gpus", "2"], "roofline of 2 x A100-40GB with llama-3-8b"),
+        (["--model", "opt-13b"], "roofline of A100-40GB with opt-13b"),
+        (["--prefill-rate", "100", "--step-time", "2s"], "measured: 100 prompt tokens/s, 2 s a s"),
+    ],
+)
+def test_rates_or_a_machine_that_are_named_come_before_those_of_the_recording(
+    numbers: Callable[..., dict[str, Any]], arguments: list[str], named: str
+) -> None:
+    measured_run("run.jsonl")
+    for what_if in ([], ["--what-if", "num-blocks=1x,2x"]):
+        found = numbers("run.jsonl", "--no-report", *arguments, *what_if)
+        assert found["settings"]["time of a step"].startswith(named)
+        assert not any("timed by this recording" in text for text in found["remarks"])
+        assert found["measured"]["ttft_s"]["p50"] == 1.0  # to be held against these, too
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--num-blocks", "50"], ["--block-size", "4"], ["--requests", "3"], ["--memory", "1GiB"]),
+        *(["--duration", "20s"], ["--max-num-seqs", "3"], ["--samples", "2"], ["--by-step"]),
+    ],
+)
+def test_nothing_is_measured_of_a_run_that_is_simulated_in_another_way(
+    numbers: Callable[..., dict[str, Any]], arguments: list[str]
+) -> None:
+    measured_run("run.jsonl")
+    found = numbers("run.jsonl", "--no-report", *arguments, "--what-if", "num-blocks=1x,2x")
+    assert found["measured"] == {"ttft_s": {"p50": None, "p90": None, "p99": None}}
+    alone = numbers("run.jsonl", "--no-report", *arguments)
+    assert not any("measured in the recorded run" in text for text in alone["remarks"])
+    timed = any("timed by this recording" in text for text in alone["remarks"])
+    assert timed == ("--by-step" not in arguments)
+
+
+def test_too_few_steps_time_nothing_and_say_so(numbers: Callable[..., dict[str, Any]]) -> None:
+    measured_run("run.jsonl", num_steps=12)
+    why = (
+        "steps are not timed by this recording: 12 steps were recorded, and it takes 50 to tell "
+        "what one costs"
+    )
+    for what_if in ([], ["--what-if", "num-blocks=1x,2x"]):
+        found = numbers("run.jsonl", "--no-report", *what_if)
+        assert found["remarks"].count(why) == 1
+        assert found["settings"]["time of a step"].startswith("roofline of A100-40GB")
+    assert any(text.startswith("times are simulated for A100") for text in found["remarks"])
+
+
+def test_steps_that_cannot_be_are_refused_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    measured_run("run.jsonl", steps={"took_us": [1e300]})
+    assert main.run(["simulate", "run.jsonl", "--no-report"]) == 2
+    told = capsys.readouterr()
+    assert told.err.count("\n") == 1 and "line 5, field 'steps': took_us has 1e+300" in told.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

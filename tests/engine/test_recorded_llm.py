@@ -268,3 +268,36 @@ def test_a_request_came_when_it_was_handed_over_and_not_when_the_step_before_it_
         asyncio.run(streamed())
     [line] = [ln for ln in map(json.loads, path.read_text().splitlines()) if "under_way" not in ln]
     assert line["arrival_s"] == 0.25 and line["first_token_s"] == 7.0
+
+
+def test_a_what_if_of_a_recorded_run_is_timed_by_its_own_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.jsonl.zst"
+    settings = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    with LLM(tiny_model("llama"), record=path, num_blocks=64, block_size=4) as llm:
+        engine, now_s = llm._engine, 0.0
+        engine._clock = lambda: now_s
+        logits = engine.model.logits
+
+        def timed(storage: Any, batch: Any, *rest: Any) -> Any:
+            nonlocal now_s
+            now_s += 0.25 + 0.125 * len(batch.token_ids)
+            return logits(storage, batch, *rest)
+
+        engine.model.logits = timed  # type: ignore[method-assign]
+        engine._start_s = 0.0
+        for prompts in ([[1, 2, 3], [4, 5, 6, 7, 8]], [[9, 8, 7]]):
+            llm.generate(prompts, settings)
+    command = ["simulate", str(path), "--no-report", "--json", "-", "--what-if", "num-blocks=1x,2x"]
+    assert run(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"]["time of a step"] == (
+        "fitted to this recording: 250 ms + 125 ms a prompt token + 125 ms an answer token"
+    )
+    # Two prompts together compute 8 tokens, the third one 3: measured and simulated alike.
+    measured, base = found["measured"]["ttft_s"], found["choices"][0]["ttft_s"]
+    assert measured["p50"] == pytest.approx(0.25 + 8 * 0.125)
+    for name in ("p50", "p90", "p99"):
+        assert base[name] == pytest.approx(measured[name], rel=1e-3)
+    assert found["choices"][0]["duration_s"] == pytest.approx(now_s, rel=1e-3)

@@ -294,3 +294,132 @@ def test_progress_that_cannot_be_is_refused(
     with pytest.raises(TraceError) as refused:
         read_trace(written(tmp_path, *lines))
     assert f"run.jsonl, {problem}" in str(refused.value)
+
+
+STEPS = {
+    "took_us": [250_000, 1_000],
+    "prefill_tokens": [9, 0],
+    "decode_tokens": [0, 2],
+    "context_tokens": [9, 22],
+    "pairs": [45, 22],
+}
+
+
+def test_steps_and_first_tokens_that_were_measured_are_read_and_written_back(
+    tmp_path: Path,
+) -> None:
+    path = written(
+        tmp_path,
+        progress(line(first_token_s=0.25, prefix_ids=["a", "b"]), steps=STEPS),
+        progress(steps=STEPS | {"took_us": [3, 4]}),
+        line(first_token_s=0.25, output_tokens=4),
+        line(request=1, arrival_s=0.5, first_token_s=2.5),
+        line(request=2, arrival_s=0.75, output_tokens=2),
+        {"under_way": []},
+    )
+    trace = read_trace(path)
+    steps = trace.measured_steps
+    assert trace.remarks == () and steps is not None and len(steps) == 4
+    assert steps.took_s.tolist() == [0.25, 0.001, 3e-6, 4e-6]
+    assert steps.prefill_tokens.tolist() == [9, 0, 9, 0]
+    assert steps.decode_tokens.tolist() == [0, 2, 0, 2]
+    assert steps.context_tokens.tolist() == [9, 22, 9, 22]
+    assert steps.pairs.tolist() == [45, 22, 45, 22]
+    assert trace.measured_ttft_s is not None
+    assert np.array_equal(trace.measured_ttft_s, [0.25, 2.0, np.nan], equal_nan=True)
+    assert np.array_equal(trace.first(2).measured_ttft_s, [0.25, 2.0])  # type: ignore[arg-type]
+    assert trace.at_load(2.0).measured_ttft_s is None  # another load than the one that was
+    by_step = read_trace(path, by_step=True)
+    assert by_step.measured_ttft_s is None
+
+    write_trace(trace, str(tmp_path / "again.jsonl"))
+    again = read_trace(str(tmp_path / "again.jsonl"))
+    assert again.remarks == () and again.measured_steps is not None
+    assert np.array_equal(again.measured_ttft_s, trace.measured_ttft_s, equal_nan=True)  # type: ignore[arg-type]
+    for name in ("took_s", "prefill_tokens", "decode_tokens", "context_tokens", "pairs"):
+        assert getattr(again.measured_steps, name).tolist() == getattr(steps, name).tolist()
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ([progress(steps=3)], "line 1, field 'steps': 3 is not an object of lists"),
+        ([progress(steps={"took_us": [3]})], "line 1, field 'steps': has no list prefill_tokens"),
+        ([progress(steps=STEPS | {"pairs": 4})], "line 1, field 'steps': has no list pairs"),
+        (
+            [progress(steps=STEPS | {"pairs": [4]})],
+            "line 1, field 'steps': has lists of different lengths",
+        ),
+        *(
+            (
+                [progress(), progress(steps=STEPS | {name: [bad, 1]})],
+                f"line 2, field 'steps': {name} has {bad!r}, not a whole number from",
+            )
+            for name, bad in (
+                ("took_us", 0),
+                ("took_us", 10**12 + 1),
+                ("prefill_tokens", -1),
+                ("prefill_tokens", 2**31),
+                ("decode_tokens", 1.5),
+                ("context_tokens", True),
+                ("context_tokens", 2**53 + 1),
+                ("pairs", 2**62 + 1),
+                ("pairs", None),
+                ("pairs", "4"),
+            )
+        ),
+        (
+            [line(arrival_s=3.0), line(request=1, arrival_s=3.0, first_token_s=2.5)],
+            "line 2, field 'first_token_s': is before arrival_s, when the request came",
+        ),
+        ([line(first_token_s="soon")], "line 1, field 'first_token_s': 'soon' is not a number"),
+    ],
+)
+def test_measured_times_that_cannot_be_are_refused(
+    tmp_path: Path, lines: list[dict[str, Any]], problem: str
+) -> None:
+    with pytest.raises(TraceError) as refused:
+        read_trace(written(tmp_path, *lines))
+    assert f"run.jsonl, {problem}" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_run_that_was_cut_off_says_that_later_requests_are_missing(tmp_path: Path) -> None:
+    ids = {"prefix_ids": ["a", "b"], "prefix_granularity": 4, "covers_output": True}
+    told, ended, rest = progress(line(**ids)), line(**ids), progress(step=9, s=2.0)
+    later = line(**ids, request=1, arrival_s=1.75, arrival_step=5)
+    missing = "requests that came later and had not ended are missing"
+    beginning = "the run was cut off: its last progress is of step 3, 1.5 s after it began"
+
+    def remarks(*lines: dict[str, Any], by_step: bool = False) -> tuple[str, ...]:
+        return read_trace(written(tmp_path, *lines), by_step=by_step).remarks
+
+    under_way = "when 1 request was under way, told as far as they had come"
+    assert remarks(told) == (f"{beginning}, {under_way}; {missing}",)
+    assert remarks(told, ended) == (f"{beginning}; {missing}",)  # nobody is left that was told
+    assert remarks(told, ended, later) == (f"{beginning}; {missing}",)
+    left_out = "2 answers that ended in the second after that left out, to go by steps"
+    assert remarks(told, ended, later, by_step=True) == (
+        f"{beginning}, {under_way}; {left_out}; {missing}",
+    )
+    for by_step in (False, True):  # it had come to rest
+        assert remarks(told, ended, later, rest, by_step=by_step) == ()
+    # Nor had a run that was killed before its first progress, if it is one that tells times.
+    assert remarks(line(first_token_s=0.5)) == (
+        "the run was cut off before its first progress; requests that had not ended are missing",
+    )
+    assert remarks(line(first_token_s=0.5), rest) == ()
+    assert remarks(line()) == ()
+
+
+def test_of_a_recording_that_is_one_piece_as_much_is_read_as_comes_out(tmp_path: Path) -> None:
+    """As when somebody has unpacked and packed it again, and a copy of that broke off."""
+    lines = [line(request=i, engine={} if i == 0 else None) for i in range(9_000)]
+    for ending in (".gz", ".zst"):
+        path, whole = tmp_path / f"run{ending}", packed(ending, lines)
+        path.write_bytes(whole[: len(whole) * 9 // 10])
+        trace = read_trace(str(path))
+        assert 5_000 < len(trace) < 9_000
+        assert trace.remarks == (
+            "the last piece of the recording was cut off: it is read as far as it goes",
+        )

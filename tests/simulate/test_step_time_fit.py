@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -36,8 +36,16 @@ def work_of(rng: np.random.Generator, num_steps: int) -> list[NDArray[np.int64]]
 
 
 def told_s(step_time: StepTime, work: list[NDArray[np.int64]]) -> NDArray[np.float64]:
-    params = step_time.params()
-    return np.array([step_time_s(params, *step, 0) for step in zip(*(w.tolist() for w in work))])
+    rates = np.array([getattr(step_time, name) for name in NAMES])
+    told: NDArray[np.float64] = rates[0] + rates[1:] @ np.stack(work).astype(np.float64)
+    return told
+
+
+def test_the_simulator_times_a_step_by_the_rates() -> None:
+    step_time = StepTime("true", **{name: 2.0**-i for i, name in enumerate(NAMES)})
+    work = work_of(np.random.default_rng(0), 9)
+    told = [step_time_s(step_time.params(), *(int(w[i]) for w in work), 3) for i in range(9)]
+    assert told == told_s(step_time, work).tolist()
 
 
 rates = st.builds(
@@ -51,6 +59,7 @@ rates = st.builds(
 )
 
 
+@settings(max_examples=30)
 @given(true=rates, seed=st.integers(0, 999), num_steps=st.integers(80, 400))
 def test_rates_are_found_again_in_the_steps_that_they_make(
     true: StepTime, seed: int, num_steps: int
@@ -67,6 +76,7 @@ def test_rates_are_found_again_in_the_steps_that_they_make(
     assert fit.num_steps == num_steps
 
 
+@settings(max_examples=30)
 @given(true=rates, seed=st.integers(0, 999))
 def test_noise_and_steps_that_took_a_hundred_times_as_long_leave_the_rates_near(
     true: StepTime, seed: int
@@ -84,6 +94,7 @@ def test_noise_and_steps_that_took_a_hundred_times_as_long_leave_the_rates_near(
     assert fit.total < 1  # of what was taken, the odd steps too
 
 
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 999),
     took_s=st.lists(st.floats(1e-6, 1e6), min_size=LEAST_STEPS, max_size=LEAST_STEPS + 20),

@@ -15,7 +15,7 @@ from models.browser import CHROMIUM, Browser
 from models.sample_results import sample_result
 from pagedkv.simulate.metrics import METRICS, WASTE, show_metric
 from pagedkv.simulate.report_page import prose
-from pagedkv.simulate.results import WhatIfResult, WhatIfRow
+from pagedkv.simulate.results import Percentiles, WhatIfResult, WhatIfRow
 from pagedkv.simulate.what_if import COLUMNS, columns_of, sentences
 from pagedkv.simulate.what_if_report import MOST_LINES, what_if_html, write_what_if_report
 
@@ -86,7 +86,9 @@ def test_where_steps_are_counted_nothing_is_in_seconds() -> None:
     assert fastest.endswith(" steps, comes as it was.")
     told = readable(what_if_html(counted))
     assert told.count("TTFT p99 (steps)") == 2
-    assert "TTFT p99 (s)" not in told and "Output (tokens/step)" in told
+    assert not re.findall(r"[^()]{1,30}\((?:s|ms|[a-z]+/s)\)", told)  # in definitions, either
+    assert "Output (tokens/step)" in told and "TPOT p50, p90, p99 (steps)" in told
+    assert "Time is counted in steps" in told and "Time is counted" not in readable(HTML)
 
 
 def test_memory_that_is_as_large_but_for_a_rounding_is_told_as_it_was() -> None:
@@ -152,6 +154,34 @@ def test_the_charts_have_a_line_for_each_other_setting_and_the_base_on_top() -> 
     assert base["cliponaxis"] is False  # where its number is 0, half of it would be missing
 
 
+MEASURED = replace(RESULT, measured_ttft_s=Percentiles(0.79, 1.5, 2.25))
+
+
+def test_what_was_measured_stands_beside_what_is_simulated() -> None:
+    first, measured, *others = sentences(MEASURED)
+    assert measured == "Measured in that run: first tokens after 790 ms (p50) and 2.25 s (p99)."
+    assert [first, *others] == list(sentences(RESULT))
+    html = what_if_html(MEASURED)
+    rows = re.findall(r"<tr><th scope=row[^>]*>(.*?</tr>)", html)
+    [place] = [i for i, line in enumerate(rows) if line.startswith("measured in that run")]
+    assert rows[place - 1].startswith("simulated at its own settings")
+    cells = re.findall(r"<td>(.*?)</td>", rows[place])
+    assert cells == ["", "", "", "", "", "", "0.790", "2.25", ""]
+    assert len(cells) == rows[place - 1].count("<td")
+    assert "the hollow one what was measured in that run." in readable(html)
+    *_, base, hollow = figures(html)["ttft-s-p99"]["data"]
+    assert (hollow["x"], hollow["y"]) == (base["x"], [2.25])
+    assert hollow["marker"]["symbol"] == "diamond-open"
+    assert len(figures(html)["waste"]["data"]) == len(figures(HTML)["waste"]["data"])
+    assert "measured in that run" not in HTML
+    some_refused = replace(RESULT.rows[0].scheme, refused=("request 1 needs more",))
+    refusing = replace(
+        MEASURED, rows=(replace(MEASURED.rows[0], scheme=some_refused), *MEASURED.rows[1:])
+    )
+    rows = re.findall(r"<tr><th scope=row[^>]*>(.*?</tr>)", what_if_html(refusing))
+    assert len({line.count("<td") for line in rows if "<td" in line and "</th>" in line}) <= 2
+
+
 def test_a_flag_is_not_broken_between_its_hyphens() -> None:
     assert '<span class="nowrap">--json</span> FILE' in HTML
     assert prose("a <b> --no-prefix-caching x") == (
@@ -205,10 +235,11 @@ def test_the_page_is_drawn_without_an_error(
     browser: Browser, tmp_path: Path, width: int, dark: bool
 ) -> None:
     path = tmp_path / "what-if.html"
-    write_what_if_report(RESULT, path)
+    write_what_if_report(MEASURED, path)
     browser.open(path, width=width, height=900, dark=dark, touch=width < 500)
     assert browser.errors == []
     assert browser.evaluate("document.documentElement.dataset.charts") == "drawn"
     drawn = "[...document.querySelectorAll('.chart')].filter(c => c.querySelector('.main-svg'))"
     assert browser.evaluate(f"{drawn}.length") == len(figures(HTML))
+    assert browser.evaluate("document.querySelectorAll('#ttft-s-p99 .points path').length") == 7
     assert browser.evaluate("document.documentElement.scrollWidth") <= width

@@ -149,7 +149,8 @@ def measured_ttft_s_of(given: Given, trace: Trace) -> Percentiles | None:
     from pagedkv.simulate.results import Percentiles
 
     waited_s = trace.measured_ttft_s
-    if waited_s is None or given.requests is not None or given.duration is not None:
+    is_whole = given.requests is None and given.duration is None and given.samples == 1
+    if waited_s is None or not is_whole:
         return None
     for option, value in (trace.recorded_with or {}).items():
         name, _ = RECORDED.get(option, ("", None))

@@ -348,6 +348,19 @@ def metric_by_key(key: str) -> Metric:
     return next(metric for metric in METRICS if metric.key == key)
 
 
+_IN_STEPS = {
+    "s": "steps",
+    "ms": "steps",
+    "tokens/s": "tokens/step",
+    "requests/s": "requests/step",
+}
+
+
+def unit_in_steps(unit: str) -> str:
+    """The unit where the steps of a run are repeated and time is counted in them."""
+    return _IN_STEPS.get(unit, unit)
+
+
 def show_number(value: float | None, decimals: int | None) -> str:
     """`value` for people: thousands in commas, fixed decimals or three significant digits.
 

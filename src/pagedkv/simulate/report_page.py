@@ -17,7 +17,12 @@ from html import escape
 from importlib import resources
 from typing import TypeAlias
 
-from pagedkv.simulate.metrics import GROUP_NOTES, Definition, definitions_by_group
+from pagedkv.simulate.metrics import (
+    GROUP_NOTES,
+    Definition,
+    definitions_by_group,
+    unit_in_steps,
+)
 from pagedkv.simulate.palette import base_stylesheet
 from pagedkv.simulate.report_figures import DASHES, Figure, scheme_colour
 
@@ -95,13 +100,14 @@ def term(definition: Definition) -> str:
     )
 
 
-def definitions_section() -> str:
-    """What each number means."""
+def definitions_section(*, in_steps: bool = False) -> str:
+    """What each number means; `in_steps`: where time is counted in the steps of a run."""
     parts = []
     for group, definitions in definitions_by_group().items():
         note = f"<p>{escape(GROUP_NOTES[group])}</p>" if group in GROUP_NOTES else ""
         entries = "".join(
-            f'<div><dt id="{_anchor(d.definition)}">{escape(d.label)}{unit_html(d.unit)}</dt>'
+            f'<div><dt id="{_anchor(d.definition)}">{escape(d.label)}'
+            f"{unit_html(unit_in_steps(d.unit) if in_steps else d.unit)}</dt>"
             f"<dd>{escape(d.definition)}</dd></div>"
             for d in definitions
         )
@@ -110,7 +116,8 @@ def definitions_section() -> str:
         "definitions",
         "What each number means",
         "Tools in this field use the same words for different numbers; these are the meanings "
-        "here.",
+        "here."
+        + (" Time is counted in steps of the recorded run, each as long as any." * in_steps),
         f'<div class="definitions">{"".join(parts)}</div>',
     )
 

@@ -8,7 +8,14 @@ from __future__ import annotations
 import math
 
 from pagedkv.simulate.headline import first_tokens_after
-from pagedkv.simulate.metrics import WASTE, Metric, metric_by_key, show_metric, show_number
+from pagedkv.simulate.metrics import (
+    WASTE,
+    Metric,
+    metric_by_key,
+    show_metric,
+    show_number,
+    unit_in_steps,
+)
 from pagedkv.simulate.results import Percentiles, WhatIfResult, WhatIfRow
 
 COLUMNS: tuple[Metric, ...] = (
@@ -62,9 +69,7 @@ def measured_of(result: WhatIfResult, metric: Metric) -> str:
 
 def unit_of(result: WhatIfResult, metric: Metric) -> str:
     """The unit of a metric: seconds are steps where those are counted."""
-    if not is_by_step(result):
-        return metric.unit
-    return {"s": "steps", "tokens/s": "tokens/step"}.get(metric.unit, metric.unit)
+    return unit_in_steps(metric.unit) if is_by_step(result) else metric.unit
 
 
 def sentences(result: WhatIfResult) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from pagedkv.simulate.what_if import (
     base_in_words,
     columns_of,
     in_words,
+    is_by_step,
     measured_of,
     measured_value,
     sentences,
@@ -58,7 +59,7 @@ def what_if_html(result: WhatIfResult) -> str:
         _charts_section(result, figures),
         _table_section(result),
         again_section(result.command, result.settings, _notes(result)),
-        definitions_section(),
+        definitions_section(in_steps=is_by_step(result)),
     )
     title = f"{result.trace_name}: what if"
     return page_html(title, _header(result), sections, figures)
