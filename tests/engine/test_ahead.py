@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from models.tiny_engine import TinyEngine, greedy, tokens_of
 from models.tiny_models import VOCABULARY, tiny_model
 from pagedkv.engine import core
 from pagedkv.engine.beam_search import BeamSearchParams
-from pagedkv.engine.device import OutOfDeviceMemory
+from pagedkv.engine.device import OutOfDeviceMemory, Read
+from pagedkv.engine.device_sampling import Choice, DeviceSampler
 from pagedkv.engine.llm import LLM
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.recording import Recorder
@@ -53,13 +55,20 @@ def of_every_kind(seed: int, num: int, end: int) -> list[tuple[list[int], Sampli
     for i in range(num):
         ids = shared[: rng.randint(1, 18)] + prompt(seed + i, rng.randint(1, 12))
         options: dict[str, Any] = {"temperature": 0, "max_tokens": rng.randint(1, 14)}
-        if rng.random() < 0.3:
-            options |= {"temperature": 0.9, "top_p": 0.9, "seed": i}
+        if rng.random() < 0.4:
+            options |= {"temperature": 0.9, "seed": i}
+            options |= rng.choice([{}, {"top_p": 0.9}, {"top_k": 9, "top_p": 0.8}, {"min_p": 0.1}])
             if rng.random() < 0.5:
                 options |= {"n": rng.randint(2, 3)}
-        if rng.random() < 0.1:
-            options |= {"repetition_penalty": 1.4}
-        if rng.random() < 0.1:
+        if rng.random() < 0.2:
+            options |= rng.choice(
+                [
+                    {"repetition_penalty": 1.4},
+                    {"frequency_penalty": 1.0, "presence_penalty": -0.5},
+                    {"logit_bias": {end: 2.0, 5: -3.0}, "repetition_penalty": 0.9},
+                ]
+            )
+        if rng.random() < 0.2:
             options |= {"logprobs": 2}
         if rng.random() < 0.1:
             options |= {"prompt_logprobs": 1}
@@ -110,23 +119,78 @@ def test_requests_of_every_kind_get_the_same_ahead_or_not(
         "budget": budget,
         "prefix_caching": caching,
     }
-    plain, left, _ = run(asked, seed, ahead=False, **options)
-    found, left_too, _ = run(asked, seed, ahead=True, **options)
-    for i, (one, other) in enumerate(zip(plain, found, strict=True)):
+    assert_same(run(asked, seed, ahead=False, **options), run(asked, seed, ahead=True, **options))
+
+
+def assert_same(
+    plain: tuple[list[Request], set[int], TinyEngine],
+    found: tuple[list[Request], set[int], TinyEngine],
+) -> None:
+    """Two runs of the same requests brought the same; whoever was cancelled, as far as it came."""
+    left = plain[1] | found[1]
+    for i, (one, other) in enumerate(zip(plain[0], found[0], strict=True)):
         for mine, theirs in zip(
             one.generation().completions, other.generation().completions, strict=True
         ):
-            if i in left | left_too:
-                n = min(len(mine.token_ids), len(theirs.token_ids))
-                assert mine.token_ids[:n] == theirs.token_ids[:n]
-            else:
-                assert mine.token_ids == theirs.token_ids
+            n = min(len(mine.token_ids), len(theirs.token_ids))
+            assert mine.token_ids[:n] == theirs.token_ids[:n]
+            assert (mine.logprobs is None) == (theirs.logprobs is None)
+            for a, b in zip((mine.logprobs or ())[:n], (theirs.logprobs or ())[:n], strict=True):
+                assert (a.token_id, a.rank) == (b.token_id, b.rank)
+                assert a.logprob == pytest.approx(b.logprob, abs=1e-5)
+                assert [t for t, _ in a.top] == [t for t, _ in b.top]
+            if i not in left:
+                assert len(mine.token_ids) == len(theirs.token_ids)
                 assert mine.finish_reason == theirs.finish_reason
-                assert (mine.logprobs is None) == (theirs.logprobs is None)
-                assert len(mine.logprobs or ()) == len(theirs.logprobs or ())
-        if one.prompt_logprobs is not None and i not in left | left_too:
+        if one.prompt_logprobs is not None and i not in left:
             assert other.prompt_logprobs is not None
             assert len(one.prompt_logprobs) == len(other.prompt_logprobs)
+
+
+class _Mistaken(DeviceSampler):
+    """Takes many rows for what they do not say, and knows that it is not certain."""
+
+    share = 0.3
+    num_mistakes = 0
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._rng = random.Random(1)
+
+    def choose(self, logits: Any, turns: Any, *more: Any, **options: Any) -> Choice:
+        choice = super().choose(logits, turns, *more, **options)
+        said, known = torch.from_numpy(choice.read.numpy()).clone()
+        for i in range(len(turns)):
+            if known[i] == 0 and self._rng.random() < self.share:
+                said[i] = self._rng.randrange(VOCABULARY)
+                known[i] = 1
+                type(self).num_mistakes += 1
+        kept = logits.clone() if options.get("is_overwritten") else logits
+        read = Read(torch.stack([said, known]))
+        return replace(choice, said=said, logits=kept, read=read)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_blocks=st.integers(12, 60),
+    seats=st.integers(3, 8),
+    budget=st.integers(8, 40),
+    share=st.sampled_from([0.05, 0.3, 1.0]),
+)
+def test_a_token_that_was_taken_for_another_changes_nothing(
+    seed: int, num_blocks: int, seats: int, budget: int, share: float
+) -> None:
+    asked = of_every_kind(seed, 8, end=7)
+    options = {"num_blocks": num_blocks, "seats": seats, "budget": budget}
+    plain = run(asked, seed, ahead=False, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "DeviceSampler", _Mistaken)
+        patch.setattr(_Mistaken, "share", share)
+        patch.setattr(_Mistaken, "num_mistakes", 0)
+        found = run(asked, seed, ahead=True, **options)
+        assert _Mistaken.num_mistakes > 0
+    assert_same(plain, found)
 
 
 def test_greedy_steps_are_begun_before_the_one_before_is_read() -> None:
@@ -154,18 +218,38 @@ def test_one_that_stops_costs_one_row_too_many_and_says_nothing_more() -> None:
     assert running.scheduler.statistics().used_blocks == 0
 
 
-def test_what_is_drawn_or_counted_waits_for_its_token() -> None:
-    for params in (
-        SamplingParams(temperature=1, seed=1, max_tokens=5),
-        greedy(5, repetition_penalty=1.3),
-        greedy(5, logprobs=1),
-        greedy(5, logit_bias={5: 1.0}),
-        SamplingParams(temperature=0, max_tokens=5, min_tokens=5),
-    ):
-        running = engine(end_token_ids=frozenset([3]))
-        running.add(prompt(1, 6), params)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1, "seed": 1},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
+        {"temperature": 0, "repetition_penalty": 1.3},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.5},
+        {"temperature": 0, "logprobs": 1},
+        {"temperature": 0, "logit_bias": {5: 1.0}},
+        {"temperature": 0, "min_tokens": 5},
+        {"n": 2, "prompt_logprobs": 1},
+    ],
+)
+def test_what_is_drawn_or_counted_does_not_wait_for_its_token(options: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=5, ignore_eos=True, **options)
+    said = []
+    for ahead in (False, True):
+        running = engine(ahead=ahead, end_token_ids=frozenset([3]))
+        request = running.add(prompt(1, 6), params)
         running.step()
-        assert running.scheduler.num_steps == 1, params
+        assert running.scheduler.num_steps == 1 + ahead
+        running.finish_all()
+        assert running.scheduler.num_steps == 5
+        said.append([c.token_ids for c in request.generation().completions])
+    assert said[0] == said[1]
+
+
+def test_a_search_waits_for_its_beams() -> None:
+    running = engine()
+    running.add_search(prompt(1, 6), BeamSearchParams(num_beams=2, max_tokens=5))
+    running.step()
+    assert running.scheduler.num_steps == 1
 
 
 def test_a_search_is_the_same_beside_requests_that_are_scheduled_ahead() -> None:

@@ -25,6 +25,7 @@ import torch
 from models.gpu_batch import DEVICE
 from models.tiny_engine import TinyEngine, greedy, tokens_of
 from models.tiny_models import VOCABULARY, tiny_model
+from pagedkv.engine import device_sampling
 from pagedkv.engine.graphs import CUDACapture, ladder
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.sampling_params import SamplingParams
@@ -308,3 +309,28 @@ def test_a_capture_that_fails_leaves_the_thread_on_its_own_stream(
     with pytest.raises(RuntimeError, match="capture_end failed"):
         CUDACapture(torch.device("cuda", 0))(refuses)
     assert (device.current.name, device.mode) == ("own", 0)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.5, "seed": 3, "logprobs": 2},
+        {"temperature": 0.9, "top_p": 0.9, "seed": 3, "frequency_penalty": 1.0},
+        {"temperature": 0, "repetition_penalty": 1.5, "min_tokens": 3, "stop_token_ids": [4]},
+    ],
+)
+def test_what_is_drawn_and_counted_is_the_same_from_a_graph(
+    options: dict[str, Any], ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the host draws once more, by logits that the next replay has overwritten."""
+    monkeypatch.setattr(device_sampling, "MARGIN", 0.05)
+    monkeypatch.setattr(device_sampling, "FINE_MARGIN", 0.05)
+    params = SamplingParams(max_tokens=7, **options)
+    found = []
+    for running in (TinyEngine(model(triton=False), 40), engine(ahead=ahead, budget=20)):
+        requests = [running.add(prompt(i, 5 + i), params) for i in range(3)]
+        running.finish_all()
+        found.append([tokens_of(r) for r in requests])
+    assert running.graphs is not None and running.graphs.num_replays >= 4
+    assert found[0] == found[1]

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagedkv.engine.device import ForwardTime, Read
+from pagedkv.engine.device import ForwardTime
+from pagedkv.engine.device_sampling import Choice
 from pagedkv.scheduling.continuous import Batch
 
 if TYPE_CHECKING:
@@ -38,10 +39,8 @@ class BegunStep:
     """[len(rows), vocabulary]."""
     logits: torch.Tensor = field(default_factory=_nothing)
     """[k, vocabulary]: those of the sequences that are due a token, in the order of `batch.due`."""
-    said: torch.Tensor | None = None
-    """int64 [k]: what they say, where the device has chosen it."""
-    read: Read | None = None
-    """int64 [2, k], on its way to the host: `said`, and whether a token could be chosen at all."""
+    choice: Choice | None = None
+    """What they say, where the device has chosen it."""
     forward_time: ForwardTime | None = None
     reports: list[tuple[int, Request]] = field(default_factory=list)
     """Places in the batch of prompts whose log probabilities somebody wants."""
@@ -55,4 +54,4 @@ class BegunStep:
         """Whether the next step can take what is said here before anybody has read it."""
         if self.failure is not None or self.is_postponed:
             return False
-        return self.said is not None or not len(self.batch.due)
+        return self.choice is not None or not len(self.batch.due)

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
@@ -31,13 +32,12 @@ from pagedkv.engine.detokenizer import Detokenizer, TokenTexts
 from pagedkv.engine.device import (
     ForwardTime,
     OutOfDeviceMemory,
-    Read,
     current,
     give_back_unused,
     on_host,
     uploaded,
 )
-from pagedkv.engine.device_sampling import choose_greedily, chooses_on_device, sample_on_device
+from pagedkv.engine.device_sampling import DeviceSampler
 from pagedkv.engine.graphs import Capture, DecodeGraphs, ladder
 from pagedkv.engine.logprobs import TokenLogprob, log_probabilities, prompt_logprobs
 from pagedkv.engine.measuring import largest_step
@@ -49,6 +49,7 @@ from pagedkv.engine.sampling import NotFinite, SamplerState, sample
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.statistics import EngineStatistics, StepTimes
 from pagedkv.engine.stopping import OutputText, output_limit
+from pagedkv.engine.turn import Turn
 from pagedkv.errors import InvalidInput
 from pagedkv.memory.block_key import Namespace
 from pagedkv.scheduling.continuous import CHOSEN_LATER, Batch, Scheduler
@@ -69,8 +70,10 @@ _Said: TypeAlias = tuple[
     NDArray[np.int64],
     tuple[TokenLogprob | None, ...],
     list[tuple[BeamRequest, BeamStep | None]],
+    NDArray[np.int64],
 ]
-"""The token of each sequence that is due, what is to be told of these, and how searches go on."""
+"""The token of each sequence that is due, what is to be told of these, how searches go on, and for
+which of these the next step was begun with another token."""
 
 
 class _NoText:
@@ -140,7 +143,9 @@ class Engine:
         self._start_s = clock()
         self._ahead = ahead
         # On a CPU the sampler of the host is the faster one.
-        self._chooses_on_device = ahead or model.device.type == "cuda"
+        self._sampler: DeviceSampler | None = None
+        if ahead or model.device.type == "cuda":
+            self._sampler = DeviceSampler(model.device)
         self._begun: deque[BegunStep] = deque()  # in the order in which they will be concluded
         self._samples: dict[int, Sample] = {}  # by sequence
         self._beams: dict[int, BeamRequest] = {}  # by sequence
@@ -377,7 +382,9 @@ class Engine:
         step.rows, inverse = self._rows(batch)
         step.reports = self._prompts_to_report(batch)
         step.forward_time = ForwardTime(self.model.device, self._clock)
-        said = None if step.last is None else step.last.said
+        said = None
+        if step.last is not None and step.last.choice is not None:
+            said = step.last.choice.said
         # What a graph says is overwritten by the next one, and reports are read after that.
         size = None if self.graphs is None or step.reports else self.graphs.size_for(batch)
         if self.graphs is not None and size is not None:
@@ -388,18 +395,26 @@ class Engine:
         if len(inverse) != len(step.rows) or (inverse[1:] <= inverse[:-1]).any():
             (there,) = uploaded([inverse], logits.device)
             step.logits = logits[there]
-        if self._chooses_on_device and self._can_choose_on_device(batch):
-            step.said, is_finite = choose_greedily(step.logits)
-            step.read = Read(torch.stack([step.said, is_finite.long()]))
+        if self._sampler is not None and not self._has_beams(batch):
+            step.choice = self._sampler.choose(
+                step.logits, self._turns(step), said, is_overwritten=size is not None
+            )
 
-    def _can_choose_on_device(self, batch: Batch) -> bool:
-        """Whether no choice needs more than the logits of each row, as they are."""
-        for sequence in batch.due.tolist():
+    def _has_beams(self, batch: Batch) -> bool:
+        """Whether some of those that are due a token choose it together."""
+        return any(sequence in self._beams for sequence in batch.due.tolist())
+
+    def _turns(self, step: BegunStep) -> list[Turn | None]:
+        """By what each sequence that is due a token says one; None for one that has ended."""
+        awaited: dict[int, int] = {}
+        if step.last is not None and step is not self._begun[0]:  # not read yet
+            last = step.last.batch.due.tolist()
+            awaited = dict(zip(last, range(len(last))))
+        turns: list[Turn | None] = []
+        for sequence in step.batch.due.tolist():
             member = self._samples.get(sequence)
-            # One that has ended while this was scheduled may say anything.
-            if sequence in self._beams or not (member is None or chooses_on_device(member.state)):
-                return False
-        return True
+            turns.append(None if member is None else Turn(member.state, awaited.get(sequence)))
+        return turns
 
     def _conclude(self) -> None:
         """Read what the oldest step says, commit it, and tell listeners."""
@@ -417,7 +432,7 @@ class Engine:
             if said is None:
                 give_back_unused(self.model.device)
                 said = self._all_said(step, places, members)
-            token_ids, logprobs, searches = said
+            token_ids, logprobs, searches, mistaken = said
         except BaseException as failure:
             self._begun.popleft()
             failed = Cut(self.scheduler.num_steps - 1, by_failure=True)
@@ -457,6 +472,8 @@ class Engine:
             self._record([self._samples.pop(sequence) for sequence in finished])
         for request, beam_step in searches:
             self._go_on(request, beam_step)
+        if len(mistaken):
+            self._correct(step, token_ids, mistaken)
         self._output_tokens += num_told
         times = self._times(step, forward_s, sampling_s)
         self._forward_s += times.forward_s
@@ -474,8 +491,32 @@ class Engine:
         """Read what a step says. Until all is on the host, nothing is noted that a second try would
         note again."""
         self._note_prompt_logprobs(step)
-        token_ids, logprobs = self._chosen(step, places, members)
-        return token_ids, logprobs, self._search(step.batch.due.tolist(), step.logits)
+        token_ids, logprobs, mistaken = self._chosen(step, places, members)
+        searches = self._search(step.batch.due.tolist(), step.logits)
+        return token_ids, logprobs, searches, mistaken
+
+    def _correct(
+        self, step: BegunStep, token_ids: NDArray[np.int64], mistaken: NDArray[np.int64]
+    ) -> None:
+        """A step says `token_ids`, and not what the device took it to say for the `mistaken`.
+
+        A step that was begun with that is computed again, where somebody still wants to know: all
+        that it wrote, it writes again.
+        """
+        goes_on = []
+        for i in mistaken.tolist():
+            member = self._samples.get(int(step.batch.due[i]))
+            if member is not None and self._sampler is not None:
+                self._sampler.forget(member.state)
+                goes_on.append(i)
+        if not self._begun or not goes_on or step.choice is None:
+            return
+        following = self._begun[0]
+        (said,) = uploaded([token_ids], self.model.device)
+        step.choice = replace(step.choice, said=said)
+        if following.failure is None and not following.is_postponed:
+            following.last = step
+            self._run(following)
 
     def _times(self, step: BegunStep, forward_s: float, sampling_s: float) -> StepTimes:
         """What the host does while the device computes takes no time of its own."""
@@ -487,29 +528,31 @@ class Engine:
 
     def _chosen(
         self, step: BegunStep, places: list[int], members: list[Sample]
-    ) -> tuple[NDArray[np.int64], tuple[TokenLogprob | None, ...]]:
-        """What each sequence that is due says, int64 [k], and what is to be told of `members`.
+    ) -> tuple[NDArray[np.int64], tuple[TokenLogprob | None, ...], NDArray[np.int64]]:
+        """What each sequence that is due says, int64 [k], what is to be told of `members`, and for
+        which of the k the device took it to be another token.
 
         `places`: of these in `Batch.due`. What another says there means nothing.
         """
         is_beam = [sequence in self._beams for sequence in step.batch.due.tolist()]
         token_ids = np.where(is_beam, CHOSEN_LATER, 0).astype(np.int64, copy=False)
+        none = np.empty(0, dtype=np.int64)
         if not members:
-            return token_ids, ()
-        if step.said is None or step.read is None:
-            own = step.logits if len(members) == len(token_ids) else step.logits[places]
-            states = [s.state for s in members]
-            if self._chooses_on_device:
-                sampled = sample_on_device(own, states)
-            else:
-                sampled = sample(on_host(own).numpy(), states)
+            return token_ids, (), none
+        if step.choice is not None:
+            wanted = np.array(places, dtype=np.int64)
+            found = step.choice.conclude(wanted)
+            return found.token_ids, tuple(found.logprobs[i] for i in places), found.mistaken
+        own = step.logits if len(members) == len(token_ids) else step.logits[places]
+        states = [s.state for s in members]
+        if self._sampler is None:
+            sampled = sample(on_host(own).numpy(), states)
             token_ids[places] = sampled.token_ids
-            return token_ids, sampled.logprobs
-        said, is_finite = step.read.numpy()
-        bad = np.flatnonzero(is_finite[places] == 0)
-        if len(bad):
-            raise NotFinite(bad.tolist())
-        return said, (None,) * len(members)
+            return token_ids, sampled.logprobs, none
+        choice = self._sampler.choose(own, [Turn(state) for state in states])
+        concluded = choice.conclude(np.arange(len(states)))
+        token_ids[places] = concluded.token_ids
+        return token_ids, concluded.logprobs, none
 
     def _conclude_unwanted(self) -> None:
         """Have done with steps that compute for nobody any more, and so with their blocks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -114,12 +115,38 @@ class Read:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
-    def numpy(self) -> NDArray[np.int64]:
+    def numpy(self) -> NDArray[Any]:
         """What it holds, once it is there: waits for that and for no later work."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        found: NDArray[np.int64] = self._tensor.numpy()
+        found: NDArray[Any] = self._tensor.numpy()
         return found
+
+    def order(self, stream: torch.cuda.Stream) -> None:
+        """What `stream` is given from now on comes after this."""
+        if self._arrived is not None:
+            stream.wait_event(self._arrived)
+
+
+def rows_aside(tensor: torch.Tensor, rows: NDArray[np.int64], ready: Read) -> torch.Tensor:
+    """Some rows of a tensor [n, m], float32 in host memory, without waiting for later work.
+
+    `ready` must have been made when the tensor had been computed. On a stream of its own, or what
+    the device was given since then would come first.
+    """
+    if tensor.device.type != "cuda":
+        return on_host(tensor[torch.from_numpy(rows)])
+    aside = _aside(tensor.device.index)
+    with torch.cuda.stream(aside):
+        ready.order(aside)
+        (there,) = uploaded([rows], tensor.device)
+        return on_host(tensor[there])
+
+
+@functools.cache
+def _aside(index: int) -> torch.cuda.Stream:
+    """The stream of a device on which nothing is computed."""
+    return torch.cuda.Stream(index)
 
 
 class ForwardTime:

@@ -99,7 +99,11 @@ class SamplerState:
     @property
     def bars_end(self) -> bool:
         """Whether end tokens cannot be chosen yet."""
-        return bool(self.end_ids) and self.num_output_tokens < self.params.min_tokens
+        return self.bars_end_at(self.num_output_tokens)
+
+    def bars_end_at(self, position: int) -> bool:
+        """Whether the token of that place in the output cannot be an end token."""
+        return bool(self.end_ids) and position < self.params.min_tokens
 
 
 def sample(logits: Logits, states: Sequence[SamplerState]) -> Sampled:
@@ -229,9 +233,13 @@ class Draws(NamedTuple):
 
 
 def draws_of(
-    states: Sequence[SamplerState], largest: NDArray[np.float32], vocabulary: int
+    states: Sequence[SamplerState],
+    positions: Sequence[int],
+    largest: NDArray[np.float32],
+    vocabulary: int,
 ) -> Draws:
-    """What the next token of each is drawn by; `largest` [r]: the largest logit of each."""
+    """What the next token of each is drawn by; `positions` [r]: its place in the output, and
+    `largest` [r]: the largest logit of each."""
     params = [state.params for state in states]
     return Draws(
         temperature=np.array([min(max(p.temperature, _COLDEST), _HOTTEST) for p in params]),
@@ -241,7 +249,7 @@ def draws_of(
         uniform=uniforms(
             np.array([state.seed for state in states], dtype=np.uint64),
             np.array([state.sample for state in states], dtype=np.uint64),
-            np.array([state.num_output_tokens for state in states], dtype=np.uint64),
+            np.array(positions, dtype=np.uint64),
         ),
         largest=largest,
     )
@@ -250,7 +258,8 @@ def draws_of(
 def _draw(logits: Logits, largest: NDArray[np.float32], states: Sequence[SamplerState]) -> Ids:
     """Draw a token for each row of logits [r, vocabulary]; largest [r]: their largest."""
     vocabulary = logits.shape[1]
-    draws = draws_of(states, largest, vocabulary)
+    positions = [state.num_output_tokens for state in states]
+    draws = draws_of(states, positions, largest, vocabulary)
     token_ids = np.empty(len(states), dtype=np.int64)
     by_rank = draws.are_by_rank(vocabulary)
     rows = np.flatnonzero(~by_rank)

@@ -17,8 +17,8 @@ class TokenCounts:
     >>> counts = TokenCounts([5, 7, 5])
     >>> counts.append(7)
     >>> counts.append(9)
-    >>> counts.token_ids.tolist(), counts.output_counts.tolist()
-    ([5, 7, 9], [0, 1, 1])
+    >>> counts.token_ids.tolist(), counts.output_counts.tolist(), counts.newest
+    ([5, 7, 9], [0, 1, 1], 9)
 
     `append` and `fork` cost O(1) and O(distinct tokens).
     """
@@ -28,6 +28,8 @@ class TokenCounts:
         self._place = {token_id: place for place, token_id in enumerate(distinct)}
         self._ids = np.array(distinct, dtype=np.int64)
         self._counts = np.zeros(len(distinct), dtype=np.int64)
+        self.newest: int | None = None
+        """The last token of the output; None while there is none."""
 
     @property
     def token_ids(self) -> NDArray[np.int64]:
@@ -48,5 +50,6 @@ class TokenCounts:
             counts = np.zeros(room, dtype=np.int64)
             counts[:place] = self._counts
             self._counts = counts
+        self.newest = token_id
         self._ids[place] = token_id
         self._counts[place] += 1
