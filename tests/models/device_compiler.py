@@ -50,6 +50,10 @@ def facts_of(made: Any, num_warps: int) -> dict[str, Any]:
         "shared_bytes": made.metadata.shared,
         "copies_of_16_bytes": len(re.findall(r"cp\.async\.cg\.shared\.global.*0x10", ptx)),
         "matrix_products": len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", ptx)),
+        "widest_bytes": max(
+            int(vector or 1) * int(bits) // 8
+            for vector, bits in re.findall(r"\bld\.global(?:\.v(\d))?\.b(\d+)", ptx)
+        ),
         "warps": num_warps,
     }  # fmt: skip
 
