@@ -64,7 +64,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def served(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], Any]]:
+def served(
+    folder: Path, *arguments: str, stdout: Any = None
+) -> Iterator[tuple[subprocess.Popen[str], Any]]:
     """The command as a process, and OpenAI's client for it."""
     from openai import OpenAI
 
@@ -74,6 +76,7 @@ def served(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str
             *("--served-model-name", "tiny", "--num-tokens", "2048"),
             *arguments,
         ],
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -113,6 +116,29 @@ def test_a_signal_ends_it_when_what_runs_is_finished(folder: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert list(stream)[-1].choices[0].finish_reason == "length"
         assert process.wait(30) == 0
+
+
+@needs_server
+def test_there_is_a_line_for_each_request_where_it_is_asked_for(
+    folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "access.log"
+    options = ("--access-log", "--allow-origin", "https://page.example")
+    with file.open("wb") as out, served(folder, *options, stdout=out) as (process, client):
+        told = client.completions.with_raw_response.create(
+            model="tiny",
+            prompt="Hello",
+            max_tokens=3,
+            extra_headers={"Origin": "https://page.example"},
+        )
+        assert told.headers["access-control-allow-origin"] == "https://page.example"
+        answer = told.parse()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert process.stderr is not None and process.stderr.read() == ""
+    [line] = file.read_text(encoding="utf-8").splitlines()
+    assert f" id={answer.id} method=POST path=/v1/completions status=200 " in line
+    assert " tokens_in=5 tokens_out=3 duration_s=" in line and "Hello" not in line
 
 
 @needs_server
@@ -162,6 +188,7 @@ def test_a_recording_reads_after_the_process_was_killed_under_load(
     ("arguments", "message"),
     [
         (["--max-streams", "0"], "max_streams is 0: give at least 1"),
+        (["--allow-origin", "example.org"], "allow_origin is 'example.org': give it as browsers"),
         (["--num-blocks", "4", "--kv-memory", "1GiB"], "kv_memory and num_blocks both"),
         (["--host", "256.1.1.1", "--num-blocks", "4"], "256.1.1.1"),
     ],

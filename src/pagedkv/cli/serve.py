@@ -61,6 +61,22 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Whose pages may use it from a browser, like https://example.org, or * for all; "
+            "may be given again.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    access_log: Annotated[
+        bool,
+        typer.Option(
+            "--access-log",
+            help="A line for each request on stdout: id, status, tokens, duration, never text.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = False,
     drain_seconds: Annotated[
         float,
         typer.Option(
@@ -120,6 +136,7 @@ def serve(
     require_server()
     _say("starting: torch and transformers")
     from pagedkv.engine.llm import LLM
+    from pagedkv.server.cross_origin import check_origin
     from pagedkv.server.lifecycle import Server, listen
     from pagedkv.server.limits import ServerLimits
     from pagedkv.server.serving import Serving
@@ -133,6 +150,8 @@ def serve(
         max_connections=max_connections,
     )
     # Before the model is loaded, which takes long.
+    for origin in allow_origin or ():
+        check_origin(origin)
     with listen(host, port) as listener:
         _say(f"loading {model}")
         llm = LLM(
@@ -158,8 +177,10 @@ def serve(
                 serving,
                 listener=listener,
                 api_keys=tuple(api_key or ()),
+                allow_origins=tuple(allow_origin or ()),
                 drain_s=drain_seconds,
                 announce=_say,
+                access_log=typer.echo if access_log else None,
             ).run()
 
 

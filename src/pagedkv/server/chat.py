@@ -44,8 +44,13 @@ def chat_ask(body: ChatRequest, max_answers: int) -> Ask:
     )
 
 
+def chat_heading(body: ChatRequest, model: str) -> Heading:
+    """What the answer, or each of its events, begins with."""
+    return Heading.new("chatcmpl", f"chat.completion{'.chunk' if body.stream else ''}", model)
+
+
 def chat_answer(
-    requests: list[Request], ask: Ask, model: str, names: TokenNames | None
+    requests: list[Request], ask: Ask, heading: Heading, names: TokenNames | None
 ) -> dict[str, Any]:
     """The whole answer."""
     [request] = requests
@@ -54,12 +59,11 @@ def chat_answer(
         for completion in request.generation().completions
         for place in ask.places(0, completion.sample)
     ]
-    heading = Heading.new("chatcmpl", "chat.completion", model)
     return {**heading.fields, "choices": choices, "usage": usage(requests, ask)}
 
 
 def chat_events(
-    exchange: Exchange, ask: Ask, model: str, names: TokenNames | None, *, has_usage: bool
+    exchange: Exchange, ask: Ask, heading: Heading, names: TokenNames | None, *, has_usage: bool
 ) -> AsyncIterator[bytes]:
     """The answer as events."""
     begun: set[int] = set()
@@ -69,7 +73,6 @@ def chat_events(
             yield _piece(chunk, place, place not in begun, names)
             begun.add(place)
 
-    heading = Heading.new("chatcmpl", "chat.completion.chunk", model)
     return answer_events(exchange, ask, heading, choices, has_usage=has_usage)
 
 

@@ -65,12 +65,17 @@ def completion_ask(body: CompletionRequest, max_answers: int) -> Ask:
     )
 
 
+def completion_heading(model: str) -> Heading:
+    """What the answer, or each of its events, begins with."""
+    return Heading.new("cmpl", "text_completion", model)
+
+
 def completion_answer(
     body: CompletionRequest,
     requests: list[Request],
     texts: Sequence[str],
     ask: Ask,
-    model: str,
+    heading: Heading,
     names: TokenNames | None,
 ) -> dict[str, Any]:
     """The whole answer."""
@@ -81,7 +86,6 @@ def completion_answer(
         for rank, completion in enumerate(best):
             for index in ask.places(place, rank):
                 choices.append(_choice(body, request, completion, index, told, names))
-    heading = Heading.new("cmpl", "text_completion", model)
     return {**heading.fields, "choices": choices, "usage": usage(requests, ask)}
 
 
@@ -90,7 +94,7 @@ def completion_events(
     exchange: Exchange,
     texts: Sequence[str],
     ask: Ask,
-    model: str,
+    heading: Heading,
     names: TokenNames | None,
 ) -> AsyncIterator[bytes]:
     """The answer as events."""
@@ -106,7 +110,6 @@ def completion_events(
             choice, shown[index] = _piece(body, chunk, index, offset, names)
             yield choice
 
-    heading = Heading.new("cmpl", "text_completion", model)
     has_usage = body.stream_options is not None and body.stream_options.include_usage
     return answer_events(exchange, ask, heading, choices, has_usage=has_usage)
 

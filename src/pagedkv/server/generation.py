@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
 from pagedkv.errors import InvalidInput
-from pagedkv.server.answers import Ask
-from pagedkv.server.chat import chat_answer, chat_ask, chat_events, chat_prompt
+from pagedkv.server.access_log import Outcome, RequestNote
+from pagedkv.server.answers import Ask, Heading, usage
+from pagedkv.server.chat import chat_answer, chat_ask, chat_events, chat_heading, chat_prompt
 from pagedkv.server.chat_schema import ChatRequest
 from pagedkv.server.completion_schema import CompletionRequest
 from pagedkv.server.completions import (
     completion_answer,
     completion_ask,
     completion_events,
+    completion_heading,
     completion_prompts,
 )
 from pagedkv.server.errors import from_invalid_input, json_response
 from pagedkv.server.event_stream import EventStream, watched
-from pagedkv.server.exchange import Exchange
+from pagedkv.server.exchange import ClientLeft, Exchange
 from pagedkv.server.logprob_shapes import TokenNames
 from pagedkv.server.prompts import PromptReader
 from pagedkv.server.sampling_schema import SamplingFields
@@ -36,38 +39,45 @@ def add_generation(
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         arrived_s = time.perf_counter()
         serving.check_model(body.model)
+        heading = chat_heading(body, serving.model_name)
+        _name(request, heading)
         ask = chat_ask(body, serving.limits.max_answers)
         prompt = await chat_prompt(body, reader, request.receive)
-        exchange = _begun(serving, [prompt], ask, body, arrived_s)
+        exchange = _begun(serving, [prompt], ask, body, request, arrived_s)
         if not body.stream:
             async with watched(request.receive, exchange):
                 requests = await _ended(exchange, body)
-            return json_response(chat_answer(requests, ask, serving.model_name, names))
+            return json_response(chat_answer(requests, ask, heading, names))
         await _accepted(exchange, request, body)
         has_usage = body.stream_options is not None and body.stream_options.include_usage
-        events = chat_events(exchange, ask, serving.model_name, names, has_usage=has_usage)
+        events = chat_events(exchange, ask, heading, names, has_usage=has_usage)
         return EventStream(events, exchange)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         arrived_s = time.perf_counter()
         serving.check_model(body.model)
+        heading = completion_heading(serving.model_name)
+        _name(request, heading)
         ask = completion_ask(body, serving.limits.max_answers)
         prompts, texts = await completion_prompts(body, reader, request.receive)
-        exchange = _begun(serving, prompts, ask, body, arrived_s)
+        exchange = _begun(serving, prompts, ask, body, request, arrived_s)
         if not body.stream:
             async with watched(request.receive, exchange):
                 requests = await _ended(exchange, body)
-            return json_response(
-                completion_answer(body, requests, texts, ask, serving.model_name, names)
-            )
+            return json_response(completion_answer(body, requests, texts, ask, heading, names))
         await _accepted(exchange, request, body)
-        events = completion_events(body, exchange, texts, ask, serving.model_name, names)
+        events = completion_events(body, exchange, texts, ask, heading, names)
         return EventStream(events, exchange)
 
 
 def _begun(
-    serving: Serving, prompts: list[list[int]], ask: Ask, body: SamplingFields, arrived_s: float
+    serving: Serving,
+    prompts: list[list[int]],
+    ask: Ask,
+    body: SamplingFields,
+    request: Request,
+    arrived_s: float,
 ) -> Exchange:
     """The exchange with the engine for a request. Raises `ApiError`."""
     serving.check_vocabulary(ask.params.logit_bias or (), param="logit_bias")
@@ -75,12 +85,36 @@ def _begun(
     for name in ("max_tokens", "max_completion_tokens"):
         if wanted := getattr(body, name, None):
             serving.check_room(max(map(len, prompts), default=0), wanted, param=name)
-    return serving.exchange(
+    exchange = serving.exchange(
         prompts,
         ask.params,
         namespace=body.namespace,
         is_streamed=bool(body.stream),
         arrived_s=arrived_s,
+    )
+    if (note := _note(request)) is not None:
+        note.outcome = functools.partial(_outcome, exchange, ask)
+    return exchange
+
+
+def _note(request: Request) -> RequestNote | None:
+    """What is noted of a request; None where nobody does."""
+    note: RequestNote | None = getattr(request.state, "note", None)
+    return note
+
+
+def _name(request: Request, heading: Heading) -> None:
+    """Let a request be called what its answer is called."""
+    if (note := _note(request)) is not None:
+        note.name(heading.id)
+
+
+def _outcome(exchange: Exchange, ask: Ask) -> Outcome:
+    told = [request for request in exchange.requests if request is not None]
+    return Outcome(
+        prompt_tokens=sum(map(len, exchange.prompts)),
+        output_tokens=usage(told, ask)["completion_tokens"],
+        has_left=isinstance(exchange.reason, ClientLeft),
     )
 
 

@@ -12,8 +12,10 @@ from types import FrameType
 import uvicorn
 
 from pagedkv.errors import InvalidInput
+from pagedkv.server.access_log import Noted
 from pagedkv.server.app import create_app
 from pagedkv.server.connections import bounded_protocol
+from pagedkv.server.cross_origin import open_to
 from pagedkv.server.errors import BrokenOff
 from pagedkv.server.guard import Guard
 from pagedkv.server.log_once import log_once
@@ -46,7 +48,9 @@ class Server(uvicorn.Server):
     """Uvicorn, but a first signal makes it drain: what runs may finish, what comes gets 503.
 
     `listener` is a bound socket, see `listen`. `api_keys` are what clients must show one of.
-    `drain_s` is how long what runs may take to finish. `announce` is told where it listens.
+    `allow_origins` are those whose pages may use it, see `cross_origin`. `drain_s` is how long what
+    runs may take to finish. `announce` is told where it listens, `access_log` a line for each
+    request that is over. Raises `InvalidInput`.
     """
 
     def __init__(
@@ -55,17 +59,26 @@ class Server(uvicorn.Server):
         *,
         listener: socket.socket,
         api_keys: Sequence[str] = (),
+        allow_origins: Sequence[str] = (),
         drain_s: float = 25.0,
         announce: Callable[[str], object] | None = None,
+        access_log: Callable[[str], object] | None = None,
     ) -> None:
         app = create_app(serving)
         self._reader: PromptReader = app.state.reader
         self._guard = Guard(
             app, keys=api_keys, limits=serving.limits, on_refusal=serving.count_refusal
         )
+        # Within the first the refusals of the others bear an id, within the second pages can read
+        # those of the guard.
+        noted = Noted(
+            open_to(self._guard, allow_origins),
+            write=access_log,
+            paths=frozenset(getattr(route, "path", "") for route in app.routes),
+        )
         super().__init__(
             uvicorn.Config(
-                self._guard,
+                noted,
                 http=bounded_protocol(serving.limits),
                 ws="none",
                 log_config=None,
