@@ -67,12 +67,13 @@ def test_regions_are_where_best_fit_puts_them_first_come_first_served(
     next_name = 1
     before = twin.rows
     for leaving, coming in story:
-        if alive:
-            alive.pop(list(alive)[leaving % len(alive)])
-        for most in coming:
-            alive[next_name] = most
-            next_name += 1
-        is_other = twin.follow(rows(alive))
+        ended = [list(alive)[leaving % len(alive)]] if alive else []
+        for name in ended:
+            del alive[name]
+        came = range(next_name, next_name + len(coming))
+        alive |= zip(came, coming)
+        next_name += len(coming)
+        is_other = twin.follow(ended, rows({name: alive[name] for name in came}))
         model.follow(alive)
         slots = [0] * SLOTS
         for start, size, name in twin.rows.tolist():
@@ -86,13 +87,13 @@ def test_regions_are_where_best_fit_puts_them_first_come_first_served(
 
 def test_who_finds_no_hole_blocks_those_behind_until_one_leaves() -> None:
     twin = Twin(SLOTS, max_regions=SEATS, longest=None)
-    twin.follow(rows({1: 31, 2: 21, 3: 3}))
+    twin.follow([], rows({1: 31, 2: 21, 3: 3}))
     assert twin.is_blocked and twin.waiting_columns == [2, 3]
-    twin.follow(rows({2: 21, 3: 3}))
+    twin.follow([1], rows({}))
     assert not twin.is_blocked and [row[2] for row in twin.rows.tolist()] == [2, 3]
 
 
 def test_a_region_larger_than_the_memory_waits_for_ever() -> None:
     twin = Twin(SLOTS, max_regions=SEATS, longest=SLOTS + 1)
-    assert not twin.follow(rows({1: 2}))
+    assert not twin.follow([], rows({1: 2}))
     assert twin.is_blocked and len(twin.rows) == 0

@@ -718,7 +718,7 @@ class Scheduler:
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             used_blocks=self.num_blocks - free,
-            shared_blocks=int((pool.ref_count > 1).sum()),
+            shared_blocks=int(np.count_nonzero(pool.ref_count > 1)),
             cached_blocks=cached,
             free_blocks=free - cached,
             table_entries=int((-(-held // self.block_size)).sum()),
@@ -852,7 +852,7 @@ class Scheduler:
             self._lost[admitted] = 0
         used = self.num_blocks - int(self._memory.pool.counters[FREE])
         self._peak_used = max(self._peak_used, used)
-        shared = int((self._memory.pool.ref_count > 1).sum())
+        shared = int(np.count_nonzero(self._memory.pool.ref_count > 1))
         self._peak_shared = max(self._peak_shared, shared)
         self._peak_running = max(self._peak_running, self.num_running)
         self._used_slots += used * self.block_size

@@ -23,8 +23,8 @@ class Picture:
         self.tables = np.full((num_rows, width), NO_BLOCK, dtype=np.int32)
         self.sequences = np.zeros((0, len(SEQUENCE_FIELDS)), dtype=np.int32)
 
-    def apply(self, changes: Changes) -> None:
-        """What was told is so from now on."""
+    def apply(self, changes: Changes) -> list[int]:
+        """What was told is so from now on. Returns the names of the sequences that ended."""
         self.blocks[changes.blocks[:, 0]] = changes.blocks
         row, logical_block, block = changes.tables.T
         self.tables[row, logical_block] = block
@@ -34,7 +34,10 @@ class Picture:
             more = np.zeros((missing, len(SEQUENCE_FIELDS)), dtype=np.int32)
             more[:, 0] = np.arange(len(self.sequences), len(self.sequences) + missing)
             self.sequences = np.concatenate([self.sequences, more])
+        before = self.sequences[columns, 1]
         self.sequences[columns] = changes.sequences
+        ended: list[int] = before[(before > 0) & (before != changes.sequences[:, 1])].tolist()
+        return ended
 
     def whole(self) -> Changes:
         """All of it, as changes to a memory whose blocks are free and which has no sequences."""

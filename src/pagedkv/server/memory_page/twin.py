@@ -9,6 +9,7 @@ region is as long as the model's longest sequence, or, at best, as what the requ
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,21 +36,21 @@ class Twin:
         self.is_blocked = False
         """Whether the first that waits fits into no hole."""
 
-    def follow(self, sequences: NDArray[np.int32]) -> bool:
-        """Let go who ended, and place who came, of `sequences` int32 [n, 9] as `Picture.alive`.
+    def follow(self, ended: Sequence[int], came: NDArray[np.int32]) -> bool:
+        """Let go who `ended`, by name, and place who `came`, int32 [n, 9] as `Changes.sequences`.
 
-        Where nobody ended or came nothing can change. Returns whether any region differs now.
+        Returns whether any region differs now.
         """
-        names = sequences[:, 1].tolist()
-        alive = dict(zip(names, zip(sequences[:, 0].tolist(), sequences[:, 7].tolist())))
-        ended = [name for name in self._placed if name not in alive]
+        is_any_free = False
         for name in ended:
-            regions.remove(self._regions, self._placed.pop(name)[0])
-        came = [name for name in names if name not in self._alive]
-        self._waiting.extend(came)
-        self._alive = alive
-        placed = self._place_waiting()
-        return bool(ended or placed)
+            del self._alive[name]
+            if name in self._placed:
+                regions.remove(self._regions, self._placed.pop(name)[0])
+                is_any_free = True
+        for column, name, most in came[:, [0, 1, 7]].tolist():
+            self._alive[name] = column, most
+            self._waiting.append(name)
+        return self._place_waiting() or is_any_free
 
     @property
     def rows(self) -> NDArray[np.int32]:

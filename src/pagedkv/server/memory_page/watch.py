@@ -265,8 +265,8 @@ class _Session:
 
     def told(self, look: _Look) -> bytes:
         """The message with what is new, which is part of the picture from now on."""
-        self._picture.apply(look.changes)
-        others = self._follow(look.changes.sequences[:, 1])
+        ended = self._picture.apply(look.changes)
+        others = self._follow(ended, look.changes.sequences)
         has_sample = self._history.note(look.now_s, look.counters)
         arrays = {**_named(look.changes), "happenings": look.happenings}
         for name in others:
@@ -275,17 +275,13 @@ class _Session:
             arrays["samples"] = self._history.newest
         return message(self._now("changes", look), arrays)
 
-    def _follow(self, names: NDArray[np.int32]) -> list[str]:
-        """Let the twins follow where sequences came or ended, `names` being of those that changed.
-
-        Returns whose regions are others now.
-        """
-        newest = int(names.max(initial=0))
-        if newest <= self._newest_name and names.all():
+    def _follow(self, ended: list[int], changed: NDArray[np.int32]) -> list[str]:
+        """Let the twins follow where sequences came or ended; returns whose regions are others."""
+        came = changed[changed[:, 1] > self._newest_name]
+        if not ended and not len(came):
             return []
-        self._newest_name = max(newest, self._newest_name)
-        alive = self._picture.alive
-        return [name for name, twin in self._twins.items() if twin.follow(alive)]
+        self._newest_name = max(self._newest_name, int(changed[:, 1].max()))
+        return [name for name, twin in self._twins.items() if twin.follow(ended, came)]
 
     def whole(self, look: _Look) -> bytes:
         """The message with everything, for a page that knows nothing."""
@@ -351,5 +347,5 @@ def _compile() -> None:
     scheduler.commit([4])
     changes = differ.look(scheduler.arrays, block_size=2, now_ms=1)
     twin = Twin(8, max_regions=2, longest=None)
-    twin.follow(changes.sequences)
-    twin.follow(changes.sequences[:0])
+    twin.follow([], changes.sequences)
+    twin.follow(changes.sequences[:, 1].tolist(), changes.sequences[:0])
