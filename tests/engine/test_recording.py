@@ -420,6 +420,9 @@ def test_requests_cut_short_before_their_first_token_are_left_out_of_time_and_no
     assert cut.failed.tolist() == [2] and cut.failed_s.tolist() == [6]
 
 
+LATER = "requests that came later and had not ended are missing"
+
+
 @pytest.mark.parametrize("name", ["run.jsonl", "run.jsonl.gz", "run.jsonl.zst"])
 def test_who_is_under_way_is_told_as_far_as_they_have_come(tmp_path: Path, name: str) -> None:
     path = str(tmp_path / name)
@@ -445,7 +448,7 @@ def test_who_is_under_way_is_told_as_far_as_they_have_come(tmp_path: Path, name:
     assert trace.prompt_tokens.tolist() == [3, 3] and trace.output_tokens.tolist() == [6, 1]
     assert trace.remarks == (
         "the run was cut off: its last progress is of step 10, 6.0 s after it began, when 2 "
-        "requests were under way, told as far as they had come",
+        f"requests were under way, told as far as they had come; {LATER}",
         "1 cancelled or failed request (0 output tokens) left out, first on line 1",
     )
     by_step = read_trace(path, by_step=True)
@@ -461,13 +464,14 @@ def test_who_is_under_way_is_told_as_far_as_they_have_come(tmp_path: Path, name:
     recorder.flush(s=6.5, step=11)
     ended = read_trace(path)
     assert ended.prefix_ids.tolist() == keys
-    assert ended.remarks[0].endswith("when 1 request was under way, told as far as they had come")
+    under_way = "when 1 request was under way, told as far as they had come"
+    assert ended.remarks[0].endswith(f"{under_way}; {LATER}")
     # By steps it counts as under way still, since what else came about since then is not known.
     again = read_trace(path, by_step=True)
     assert again.output_tokens.tolist() == [6, 1, 0]
     assert again.remarks[0].endswith(
         "2 requests were under way, told as far as they had come; 2 answers that ended in the "
-        "second after that left out, to go by steps"
+        f"second after that left out, to go by steps; {LATER}"
     )
     recorder.ended(other, [1, 2, 3, 4, 5], [Answer(0, [6])])
     recorder.flush(s=6.6, step=12)

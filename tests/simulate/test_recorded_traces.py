@@ -70,6 +70,13 @@ def test_recorded_samples_run_like_samples_that_are_asked_for() -> None:
     assert asked.preemptions > 0
 
 
+def test_samples_can_be_asked_for_of_a_recorded_run_in_which_nobody_had_several() -> None:
+    trace = made_trace([(0.0, 9, 5), (1.0, 3, 7)])
+    asked = simulate_scheme(trace, replace(CONFIG, num_samples=2), "paged")
+    recorded = simulate_scheme(with_samples(trace, 1), replace(CONFIG, num_samples=2), "paged")
+    assert recorded.finished == 4 and recorded.ttft_s == asked.ttft_s
+
+
 def test_a_request_is_refused_with_all_of_its_samples() -> None:
     trace = with_samples(made_trace([(0.0, 9, 5), (0.0, 3, 7)]), 2)
     trace.output_tokens[3] = 90

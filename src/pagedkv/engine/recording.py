@@ -85,18 +85,11 @@ class UnderWay:
     answers: Sequence[Answer]
 
 
+_WORK = ("prefill_tokens", "decode_tokens", "context_tokens", "pairs")
+"""What `step_work` counts, by the names that a line of progress has for it."""
+
 _Key: TypeAlias = NDArray[np.uint64] | tuple[int, int]
 """Two halves, uint64."""
-
-
-class _Step(NamedTuple):
-    """A step that was computed: the columns of `steps` in a line of progress."""
-
-    took_us: int
-    prefill_tokens: int
-    decode_tokens: int
-    context_tokens: int
-    pairs: int
 
 
 class _Told(NamedTuple):
@@ -152,7 +145,8 @@ class Recorder:
         self._told: dict[int, list[_Told]] = {}  # by request: of each of its samples
         self._progress_s = self._asked_s = -math.inf
         self._lines: list[bytes] = []
-        self._steps: list[_Step] = []  # since the last line of progress
+        self._took_us: list[int] = []  # of each step since the last line of progress
+        self._work: list[tuple[int, int, int, int]] = []  # of each of these
         self._last_step_s: float | None = None  # when the last of these began
         self._compressor = zstandard.ZstdCompressor(level=1)
         self._file: FileIO | None = None
@@ -223,9 +217,9 @@ class Recorder:
         `lengths` int64 [n] and `query_starts` int64 [n + 1] are those of its batch. It has taken
         until the next one begins, unless nobody is under way between the two.
         """
-        num_new = np.diff(query_starts)
-        work = step_work(lengths - num_new, num_new, len(num_new))
-        self._steps.append(_Step(_us(end_s - start_s), *work))
+        num_new = query_starts[1:] - query_starts[:-1]
+        self._work.append(step_work(lengths - num_new, num_new, len(num_new)))
+        self._took_us.append(_us(end_s - start_s))
         self._last_step_s = start_s
 
     def is_progress_due(self, s: float) -> bool:
@@ -235,7 +229,7 @@ class Recorder:
         to last for as long as the last one.
         """
         if self._last_step_s is not None:
-            self._steps[-1] = self._steps[-1]._replace(took_us=_us(s - self._last_step_s))
+            self._took_us[-1] = _us(s - self._last_step_s)
             self._last_step_s = None
         step_s, self._asked_s = s - self._asked_s, s
         return self._num_under_way > 0 and s + step_s - self._progress_s >= LONGEST_GAP_S
@@ -291,8 +285,12 @@ class Recorder:
 
     def _taken_steps(self) -> dict[str, object]:
         """The steps since the last line of progress, a list for each of their numbers."""
-        steps, self._steps, self._last_step_s = self._steps, [], None
-        return {"steps": dict(zip(_Step._fields, zip(*steps)))} if steps else {}
+        took_us, self._took_us = self._took_us, []
+        work, self._work = self._work, []
+        self._last_step_s = None
+        if not took_us:
+            return {}
+        return {"steps": {"took_us": took_us, **dict(zip(_WORK, zip(*work)))}}
 
     def _add(self, line: dict[str, object]) -> None:
         if self._settings is not None:

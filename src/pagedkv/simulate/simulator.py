@@ -182,7 +182,9 @@ def prepare_paged(trace: Trace, config: SimulationConfig) -> PagedReplay:
         raise InvalidInput(
             f"{trace.name} is a recorded run, with the answers that it has: leave num-samples at 1"
         )
-    sample = np.tile(np.arange(samples), len(trace)) if trace.sample is None else trace.sample
+    sample = trace.sample
+    if sample is None or samples > 1:
+        sample = np.tile(np.arange(samples), len(trace))
     leads = sample == 0
     lead = np.flatnonzero(leads)
     num_answers = np.diff(lead, append=len(sample))
