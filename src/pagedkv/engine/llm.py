@@ -53,6 +53,8 @@ class LLM:
     `device` is "auto", "cpu", "cuda" or "cuda:1": a CUDA device where there is one. There decode
     steps are replayed as `graphs`, and with `ahead` a step is scheduled while the one before runs:
     on CUDA unless it is said otherwise, and not where the run is recorded. Neither changes a token.
+    With `fused_layers` norms, rotary embedding and gates compute there in one kernel each, and what
+    multiplies the same input at once; but for the order in which numbers are added, the same.
 
     `max_model_len`: longest sequence, prompt and answer; the model's own maximum unless given.
     `max_num_seqs` and `max_num_batched_tokens` bound a step; longer prompts are computed in
@@ -84,6 +86,7 @@ class LLM:
         watermark: float = 0.01,
         prefix_caching: bool = True,
         pack_weights: bool = True,
+        fused_layers: bool = True,
         graphs: bool = True,
         ahead: bool | None = None,
         seed: int = 0,
@@ -110,7 +113,7 @@ class LLM:
         if isinstance(model, (str, os.PathLike)):
             announce("laying the weights out")
         with _room_on(next(loaded.parameters()).device):
-            paged = PagedModel(loaded, pack_weights=pack_weights)
+            paged = PagedModel(loaded, pack_weights=pack_weights, fused_layers=fused_layers)
         self.max_model_len = _max_model_len(paged, max_model_len)
         _check_batch(paged, config)
         if kv_memory == AUTO:
