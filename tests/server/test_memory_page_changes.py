@@ -194,6 +194,32 @@ def test_a_block_that_was_used_again_in_between_goes_last_and_is_young_again() -
     assert watched.picture.blocks[first, 5] == watched.now_ms
 
 
+@pytest.mark.parametrize("is_released", [False, True])
+def test_a_block_with_another_key_is_told_where_all_else_is_as_before(is_released: bool) -> None:
+    scheduler = made(num_blocks=2)
+    differ = Differ(scheduler.arrays)
+    pool = scheduler.arrays.memory.pool
+    running: list[int] = []
+    states = []
+    for prompt in ([1, 2, 3], [5, 6, 7], [7, 8, 9]):  # the last one evicts what the first left
+        scheduler.finish(running)
+        running = scheduler.add(prompt, max_new_tokens=2)
+        scheduler.schedule()
+        scheduler.commit([9])
+        if is_released:
+            scheduler.finish(running)
+            running = []
+        states.append((pool.ref_count.tolist(), pool.key_state.tolist()))
+        if len(states) == 1:
+            first = differ.look(scheduler.arrays, block_size=BLOCK_SIZE, now_ms=1)
+    assert states[2] == states[0]
+    changes = differ.look(scheduler.arrays, block_size=BLOCK_SIZE, now_ms=2)
+    block, users, key_state, key, _, since_ms = changes.blocks[0].tolist()
+    assert [block, users, key_state] == first.blocks[0, :3].tolist()
+    assert key == int(pool.key[block, 0]) >> 32 != first.blocks[0, 3]
+    assert since_ms == 2
+
+
 def test_names_count_sequences_as_they_come_and_are_not_given_twice() -> None:
     watched = Watched()
     for expected in (1, 2, 3):
