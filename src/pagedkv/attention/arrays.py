@@ -114,3 +114,23 @@ def aligned(size: int, dtype: Any) -> NDArray[Any]:
     start = -raw.ctypes.data % _ALIGNMENT_BYTES
     numbers: NDArray[Any] = raw[start : start + nbytes].view(dtype)
     return numbers
+
+
+def batch_arrays(
+    block_tables: Any, lengths: Any, query_starts: Any
+) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """The three that say what a batch is: block tables int32 [sequences, width], lengths int64
+    [sequences], query starts int64 [sequences + 1].
+
+    Raises `InvalidInput` where the first two do not belong together. What stands in them, and
+    whether the starts fit, is checked with the work that is made of them.
+    """
+    tables = integers(block_tables, np.int32, "block_tables")
+    numbers = integers(lengths, np.int64, "lengths")
+    starts = integers(query_starts, np.int64, "query_starts")
+    if tables.ndim != 2 or len(tables) != len(numbers):
+        raise InvalidInput(
+            f"block_tables {list(tables.shape)} must be [sequences, width], a row for "
+            f"each of {len(numbers)} lengths"
+        )
+    return tables, numbers, starts

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagedkv.attention import arguments, work
-from pagedkv.attention.arrays import aligned, integers
+from pagedkv.attention.arrays import aligned, batch_arrays
 from pagedkv.errors import InvalidInput
 
 _ALONE = 100_000
@@ -83,14 +83,7 @@ class Plan:
         num_blocks: int,
         most_threads: int,
     ) -> None:
-        self.tables = integers(block_tables, np.int32, "block_tables")
-        self.lengths = integers(lengths, np.int64, "lengths")
-        self.starts = integers(query_starts, np.int64, "query_starts")
-        if self.tables.ndim != 2 or len(self.tables) != len(self.lengths):
-            raise InvalidInput(
-                f"block_tables {list(self.tables.shape)} must be [sequences, width], a row for "
-                f"each of {len(self.lengths)} lengths"
-            )
+        self.tables, self.lengths, self.starts = batch_arrays(block_tables, lengths, query_starts)
         self._block_size, self._num_blocks = block_size, num_blocks
         self._most_threads = most_threads
         self._cuts: dict[tuple[int, LayerKind], Cut | None] = {}

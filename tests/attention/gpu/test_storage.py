@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="needs triton")
 import torch
 
 from models.gpu_batch import DEVICE, put
-from pagedkv.attention import KVStorage, LayerShape
+from pagedkv.attention import KVStorage, LayerShape, reference_attend
 from pagedkv.attention.gpu import GPUStorage
 from pagedkv.attention.gpu.copying import at_once
 
@@ -225,3 +225,42 @@ class TestBadInput:
             storage.copy_blocks([[0, 5]])
         with pytest.raises(ValueError, match="block_table names blocks outside 0 to 4"):
             storage.read(0, [5], 1)
+
+
+def test_what_layers_alike_have_in_common_is_made_once_for_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = LayerShape(2, 16, 16)
+    layers = [shape, LayerShape(1, 16, 16), shape, shape]
+    storage = GPUStorage(4, 4, layers, dtype="float32", device=DEVICE)
+    rng = np.random.default_rng(0)
+    made: list[Any] = []
+    real = storage._attending
+
+    def counted(*arguments: Any) -> Any:
+        made.append(arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(storage, "_attending", counted)
+    tables, lengths, starts = np.array([[2, 0]]), np.array([7]), np.array([0, 2])
+    plan = storage.plan(tables, lengths, starts)
+    slots = np.array([8, 9, 10, 11, 0, 1, 2])
+    kept = []
+    for layer, of in enumerate(layers):
+        k, v = (
+            torch.from_numpy(rng.standard_normal((7, of.num_kv_heads, 16), dtype=np.float32))
+            for _ in range(2)
+        )
+        storage.write(layer, k.to(DEVICE), v.to(DEVICE), slots)
+        kept.append((k.numpy(), v.numpy()))
+    for layer, some, num_made in (
+        (0, {}, 1), (1, {}, 2), (2, {}, 2), (3, {}, 2),
+        (3, {"window": 3}, 3), (0, {"window": 3}, 3),
+        (0, {"scale": -0.3}, 4), (2, {"scale": -0.3}, 4), (2, {"scale": 0.0}, 5),
+        (2, {"soft_cap": 2.0}, 6), (0, {"sinks": np.ones(4)}, 7), (2, {"sinks": np.zeros(4)}, 7),
+    ):  # fmt: skip
+        q = torch.from_numpy(rng.standard_normal((2, 4, 16), dtype=np.float32)).to(DEVICE)
+        out = storage.attend_planned(layer, q, plan, **some).cpu().numpy()
+        expected = reference_attend(q.cpu().numpy(), *kept[layer], **some)
+        assert np.abs(out - expected).max() < 1e-5
+        assert len(made) == num_made, (layer, some)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pagedkv.attention.arrays import integers
+from pagedkv.attention.arrays import batch_arrays
 from pagedkv.attention.gpu import pieces
 from pagedkv.attention.gpu.tiles import LayerKind, Tile, tiles_for
 from pagedkv.attention.work import BAD_STARTS, GOOD, problem
@@ -69,6 +69,32 @@ class Cut:
     """float32 [places * kv_heads]"""
 
 
+class PreparedLaunch(NamedTuple):
+    """A kernel's launch, and that which puts its parts together, but for what a layer brings."""
+
+    grid: tuple[int]
+    pieces: torch.Tensor
+    options: dict[str, Any]
+    combining_grid: tuple[int]
+    """Of 0 programs where nothing was cut."""
+    entries: torch.Tensor
+    combining_options: dict[str, Any]
+
+
+class Attending(NamedTuple):
+    """How layers that are alike attend with a plan: made by the storage, kept by the plan."""
+
+    dims: tuple[int, int, int]
+    """Of the result: tokens, heads, value_dim."""
+    sign: int
+    """Of the scale."""
+    numbers: tuple[float, float, int, int]
+    """What every row's scores are multiplied with, soft cap, window, chunk."""
+    parts: torch.Tensor
+    part_scores: torch.Tensor
+    launches: tuple[PreparedLaunch, ...]
+
+
 @dataclass(frozen=True)
 class _HostCut:
     """A `Cut` before it crosses; `places` rows of parts are kept at a time."""
@@ -93,14 +119,7 @@ class _Batch:
     """Block tables, lengths and query starts on the host, checked for each kind of layer."""
 
     def __init__(self, block_tables: Any, lengths: Any, query_starts: Any) -> None:
-        self.tables = integers(block_tables, np.int32, "block_tables")
-        self.lengths = integers(lengths, np.int64, "lengths")
-        self.starts = integers(query_starts, np.int64, "query_starts")
-        if self.tables.ndim != 2 or len(self.tables) != len(self.lengths):
-            raise InvalidInput(
-                f"block_tables {list(self.tables.shape)} must be [sequences, width], a row for "
-                f"each of {len(self.lengths)} lengths"
-            )
+        self.tables, self.lengths, self.starts = batch_arrays(block_tables, lengths, query_starts)
 
     def check(self, machine: Machine, window: int, chunk: int) -> None:
         status, sequence = pieces.check(
@@ -168,6 +187,8 @@ class Plan:
         kinds: Iterable[LayerKind],
     ) -> None:
         self._machine = machine
+        self.attending: dict[tuple[Any, ...], Attending] = {}
+        """By all that layers alike have in common; the storage's."""
         self._batch = batch = _Batch(block_tables, lengths, query_starts)
         made = {kind: batch.cut(kind, machine) for kind in kinds}
         batch.check(machine, 1, 0)
@@ -309,6 +330,8 @@ class DecodePlan:
         self.max_sequences = max_sequences
         self.max_blocks_each = max_blocks_each
         self._machine = machine
+        self.attending: dict[tuple[Any, ...], Attending] = {}
+        """By all that layers alike have in common; the storage's."""
         known = [_FixedCut(kind, machine, max_sequences) for kind in kinds]
         first = _Region(known, max_sequences * max_blocks_each, machine)
         self._regions = [first]

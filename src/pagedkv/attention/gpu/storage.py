@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,14 @@ from pagedkv.attention.gpu.arithmetic import LOG2_E
 from pagedkv.attention.gpu.attending import attend_pieces
 from pagedkv.attention.gpu.combining import combine_parts
 from pagedkv.attention.gpu.copying import at_once, copy_pages
-from pagedkv.attention.gpu.plan import DecodePlan, Machine, Plan, check_tokens
+from pagedkv.attention.gpu.plan import (
+    Attending,
+    DecodePlan,
+    Machine,
+    Plan,
+    PreparedLaunch,
+    check_tokens,
+)
 from pagedkv.attention.gpu.tiles import FEWEST_ROWS, LayerKind, power_of_two
 from pagedkv.attention.gpu.writing import write_rows
 from pagedkv.attention.pages import LayerShape, Pages, check_options
@@ -33,6 +40,15 @@ _COPIED_NUMBERS = 8192
 _COMBINED_PARTS = 16
 _PROCESSORS_OF_NOTHING = 4
 """What the interpreter is planned for: so few that small batches are cut too."""
+
+
+class _Writer(NamedTuple):
+    """What writing to one layer is told each time."""
+
+    key_start: int
+    value_start: int
+    """Where its keys and values begin in a page."""
+    options: dict[str, Any]
 
 
 class GPUStorage(Pages):
@@ -87,6 +103,7 @@ class GPUStorage(Pages):
                 f"{self.device} has no room for {num_blocks} blocks of "
                 f"{self._page_numbers * DTYPES[dtype].itemsize} bytes: ask for fewer"
             ) from problem
+        self._writers = [self._writer(layer) for layer in range(len(self.layers))]
         self._kinds: dict[LayerKind, None] = {}
         self._room = torch.empty(64, dtype=torch.float32, device=self.device)
         self._machine = Machine(
@@ -105,42 +122,53 @@ class GPUStorage(Pages):
         Raises `InvalidInput` before anything is written.
         """
         shape = self._shape(layer)
-        keys = self._rows(k, "k", (shape.num_kv_heads, shape.key_dim))
-        values = self._rows(v, "v", (shape.num_kv_heads, shape.value_dim))
+        keys = self._rows(k, "k", shape.num_kv_heads, shape.key_dim)
+        values = self._rows(v, "v", shape.num_kv_heads, shape.value_dim)
         there = self._slots(slots)
-        if not len(there) == len(k) == len(v):
+        num_tokens = there.shape[0]
+        if not num_tokens == k.shape[0] == v.shape[0]:
             raise InvalidInput(
-                f"{len(k)} keys, {len(v)} values and {len(there)} slots: not as many"
+                f"{k.shape[0]} keys, {v.shape[0]} values and {num_tokens} slots: not as many"
             )
-        if not len(there):
+        if not num_tokens:
             return
-        key_start, value_start = self._places(layer)
-        heads = 1 << (shape.num_kv_heads - 1).bit_length()
-        width = heads * power_of_two(max(shape.key_dim, shape.value_dim))
+        writer = self._writers[layer]
+        key_token, key_head, _ = keys.stride()
+        value_token, value_head, _ = values.stride()
         with self._current():
-            write_rows[(len(there),)](
+            write_rows[(num_tokens,)](
                 self.data,
                 keys,
                 values,
                 there,
                 self.num_blocks * self.block_size,
                 self._page_numbers,
-                key_start,
-                value_start,
-                keys.stride(0),
-                keys.stride(1),
-                values.stride(0),
-                values.stride(1),
-                NUM_HEADS=shape.num_kv_heads,
-                BLOCK_SIZE=self.block_size,
-                KEY_DIM=shape.key_dim,
-                VALUE_DIM=shape.value_dim,
-                HEADS=heads,
-                KEYS=power_of_two(shape.key_dim),
-                VALUES=power_of_two(shape.value_dim),
-                num_warps=max(1, min(8, width // 256)),
-                **_OPTIONS,
+                writer.key_start,
+                writer.value_start,
+                key_token,
+                key_head,
+                value_token,
+                value_head,
+                **writer.options,
             )
+
+    def _writer(self, layer: int) -> _Writer:
+        shape = self.layers[layer]
+        heads = 1 << (shape.num_kv_heads - 1).bit_length()
+        width = heads * power_of_two(max(shape.key_dim, shape.value_dim))
+        key_start, value_start = self._places(layer)
+        options = {
+            "NUM_HEADS": shape.num_kv_heads,
+            "BLOCK_SIZE": self.block_size,
+            "KEY_DIM": shape.key_dim,
+            "VALUE_DIM": shape.value_dim,
+            "HEADS": heads,
+            "KEYS": power_of_two(shape.key_dim),
+            "VALUES": power_of_two(shape.value_dim),
+            "num_warps": max(1, min(8, width // 256)),
+            **_OPTIONS,
+        }
+        return _Writer(key_start, value_start, options)
 
     def copy_blocks(self, copies: Any) -> None:
         """Copy whole pages, `copies` int32 [n, 2] as (from, to), one after the other.
@@ -251,13 +279,20 @@ class GPUStorage(Pages):
         sinks: Any = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`attend` with a batch of this storage that was planned before."""
+        """`attend` with a batch of this storage that was planned before.
+
+        What layers alike have in common is made for the first of them, and kept in the plan.
+        """
         shape = self._shape(layer)
-        heads_each = self._heads_each(q, shape)
-        check_options(window, chunk, soft_cap)
-        if q.stride(2) != 1:
+        if q.stride(-1) != 1:
             q = q.contiguous()
-        dims = (q.shape[0], q.shape[1], shape.value_dim)
+        asked = (shape, q.shape, q.stride(), q.dtype, scale, window, chunk, soft_cap, sinks is None)
+        attending = plan.attending.get(asked)
+        if attending is None:
+            attending = self._attending(shape, q, plan, scale, window, chunk, soft_cap, sinks)
+            plan.attending[asked] = attending
+        self._check_device(q, "q")
+        dims = attending.dims
         if out is None:
             out = q.new_empty(dims)
         elif out.shape != dims or out.dtype != q.dtype or out.stride(2) != 1:
@@ -266,7 +301,64 @@ class GPUStorage(Pages):
                 f"not {_name(out)} {list(out.shape)}"
             )
         ends = self._sinks(sinks, dims[1])
-        check_tokens(plan, dims[0])
+        if ends is None:
+            ends = self._room  # which is not looked at
+        if attending.sign <= 0:  # the kernel finds the largest score before it multiplies
+            q = -q if attending.sign else torch.zeros_like(q)
+        q_token, q_head, _ = q.stride()
+        out_token, out_head, _ = out.stride()
+        writer = self._writers[layer]
+        parts, part_scores = attending.parts, attending.part_scores
+        with self._current():
+            for launch in attending.launches:
+                attend_pieces[launch.grid](
+                    out,
+                    q,
+                    self.data,
+                    plan.tables,
+                    launch.pieces,
+                    ends,
+                    parts,
+                    part_scores,
+                    q_token,
+                    q_head,
+                    out_token,
+                    out_head,
+                    self._page_numbers,
+                    writer.key_start,
+                    writer.value_start,
+                    *attending.numbers,
+                    **launch.options,
+                )
+                if launch.combining_grid[0]:
+                    combine_parts[launch.combining_grid](
+                        out,
+                        launch.entries,
+                        ends,
+                        parts,
+                        part_scores,
+                        out_token,
+                        out_head,
+                        **launch.combining_options,
+                    )
+        return out
+
+    def _attending(
+        self,
+        shape: LayerShape,
+        q: torch.Tensor,
+        plan: Plan | DecodePlan,
+        scale: float | None,
+        window: int | None,
+        chunk: int | None,
+        soft_cap: float | None,
+        sinks: Any,
+    ) -> Attending:
+        """What layers of this shape and these options launch with `plan`."""
+        heads_each = self._heads_each(q, shape)
+        check_options(window, chunk, soft_cap)
+        num_tokens, num_heads, _ = q.shape
+        check_tokens(plan, num_tokens)
         kind = LayerKind(
             shape.num_kv_heads,
             heads_each,
@@ -279,77 +371,58 @@ class GPUStorage(Pages):
         self._kinds.setdefault(kind)
         cut = plan.cut(kind)
         factor = shape.key_dim**-0.5 if scale is None else scale
-        if factor <= 0:  # the kernel finds the largest score before it multiplies
-            q, factor = (-q, -factor) if factor else (torch.zeros_like(q), 1.0)
+        sign = (factor > 0) - (factor < 0)
+        factor = abs(factor) if sign else 1.0
         factor, cap = (
             (factor / soft_cap, soft_cap * LOG2_E.value)
             if soft_cap
             else (factor * LOG2_E.value, 0.0)
         )
-        key_start, value_start = self._places(layer)
-        precision = "tf32" if kind.is_half else "ieee"
-        with self._current():
-            for launch in cut.launches:
-                tile = launch.tile
-                attend_pieces[(len(launch.pieces) * shape.num_kv_heads,)](
-                    out,
-                    q,
-                    self.data,
-                    plan.tables,
+        of_layer = {
+            "NUM_HEADS": shape.num_kv_heads,
+            "HEADS_EACH": heads_each,
+            "VALUE_DIM": shape.value_dim,
+            "VALUES": power_of_two(shape.value_dim),
+            "SINKS": sinks is not None,
+            **_OPTIONS,
+        }
+        launches = []
+        for launch in cut.launches:
+            tile = launch.tile
+            options = {
+                **of_layer,
+                "BLOCK_SIZE": self.block_size,
+                "KEY_DIM": shape.key_dim,
+                "KEYS": power_of_two(shape.key_dim),
+                "ROWS": tile.rows,
+                "TOKENS": tile.tokens,
+                "STAGES": tile.num_stages,
+                "ALL_MASKED": tile.rows == FEWEST_ROWS,
+                "WINDOW": kind.window > 0,
+                "CHUNK": kind.chunk > 0,
+                "SOFT_CAP": soft_cap is not None,
+                "PRECISION": "tf32" if kind.is_half else "ieee",
+                "num_warps": tile.num_warps,
+                "num_stages": tile.num_stages,
+            }
+            launches.append(
+                PreparedLaunch(
+                    (launch.pieces.shape[0] * shape.num_kv_heads,),
                     launch.pieces,
-                    self._room if ends is None else ends,
-                    cut.parts,
-                    cut.part_scores,
-                    q.stride(0),
-                    q.stride(1),
-                    out.stride(0),
-                    out.stride(1),
-                    self._page_numbers,
-                    key_start,
-                    value_start,
-                    factor,
-                    cap,
-                    kind.window,
-                    kind.chunk,
-                    NUM_HEADS=shape.num_kv_heads,
-                    HEADS_EACH=heads_each,
-                    BLOCK_SIZE=self.block_size,
-                    KEY_DIM=shape.key_dim,
-                    VALUE_DIM=shape.value_dim,
-                    KEYS=power_of_two(shape.key_dim),
-                    VALUES=power_of_two(shape.value_dim),
-                    ROWS=tile.rows,
-                    TOKENS=tile.tokens,
-                    STAGES=tile.num_stages,
-                    ALL_MASKED=tile.rows == FEWEST_ROWS,
-                    WINDOW=kind.window > 0,
-                    CHUNK=kind.chunk > 0,
-                    SOFT_CAP=soft_cap is not None,
-                    SINKS=ends is not None,
-                    PRECISION=precision,
-                    num_warps=tile.num_warps,
-                    num_stages=tile.num_stages,
-                    **_OPTIONS,
+                    options,
+                    (launch.entries.shape[0] * shape.num_kv_heads,),
+                    launch.entries,
+                    {**of_layer, "PARTS": _COMBINED_PARTS, "num_warps": 2},
                 )
-                if len(launch.entries):
-                    combine_parts[(len(launch.entries) * shape.num_kv_heads,)](
-                        out,
-                        launch.entries,
-                        self._room if ends is None else ends,
-                        cut.parts,
-                        cut.part_scores,
-                        out.stride(0),
-                        out.stride(1),
-                        NUM_HEADS=shape.num_kv_heads,
-                        HEADS_EACH=heads_each,
-                        VALUE_DIM=shape.value_dim,
-                        VALUES=power_of_two(shape.value_dim),
-                        PARTS=_COMBINED_PARTS,
-                        SINKS=ends is not None,
-                        num_warps=2,
-                        **_OPTIONS,
-                    )
-        return out
+            )
+        return Attending(
+            (num_tokens, num_heads, shape.value_dim),
+            sign,
+            (factor, cap, kind.window, kind.chunk),
+            cut.parts,
+            cut.part_scores,
+            tuple(launches),
+        )
 
     def _heads_each(self, q: torch.Tensor, shape: LayerShape) -> int:
         """Query heads for each KV head."""
@@ -357,21 +430,23 @@ class GPUStorage(Pages):
             raise InvalidInput(f"q is {_name(q)}: give {self.dtype} or float32")
         if q.ndim != 3 or q.shape[2] != shape.key_dim:
             raise InvalidInput(f"q has shape {list(q.shape)}, not [tokens, heads, {shape.key_dim}]")
-        self._check_device(q, "q")
         heads, rest = divmod(int(q.shape[1]), shape.num_kv_heads)
         if rest or not heads:
             raise InvalidInput(f"{q.shape[1]} heads do not share {shape.num_kv_heads} KV heads")
         return heads
 
-    def _rows(self, rows: torch.Tensor, name: str, row: tuple[int, int]) -> torch.Tensor:
+    def _rows(self, rows: torch.Tensor, name: str, heads: int, dim: int) -> torch.Tensor:
         """New keys or values in the storage's dtype, with a contiguous last axis."""
-        if rows.dtype not in (torch.float32, DTYPES[self.dtype]):
+        dtype = self.data.dtype
+        if rows.dtype not in (torch.float32, dtype):
             raise InvalidInput(f"{name} is {_name(rows)}: give {self.dtype} or float32")
-        if rows.ndim != 3 or rows.shape[1:] != row:
-            wanted = f"[tokens, {row[0]}, {row[1]}]"
-            raise InvalidInput(f"{name} has shape {list(rows.shape)}, not {wanted}")
+        shape = rows.shape
+        if len(shape) != 3 or shape[1] != heads or shape[2] != dim:
+            wanted = f"[tokens, {heads}, {dim}]"
+            raise InvalidInput(f"{name} has shape {list(shape)}, not {wanted}")
         self._check_device(rows, name)
-        rows = rows.to(DTYPES[self.dtype])
+        if rows.dtype is not dtype:
+            rows = rows.to(dtype)
         return rows if rows.stride(2) == 1 else rows.contiguous()
 
     def _slots(self, slots: Any) -> torch.Tensor:
