@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.attention_batches import options, sequences
 from models.attention_model import (
     fill_with_nan,
     paged_batch,
@@ -26,49 +27,19 @@ SHAPES = {
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 
 
-@st.composite
-def options(draw: Any, num_heads: int, key_dim: int) -> dict[str, Any]:
-    some: dict[str, Any] = {}
-    if draw(st.booleans()):
-        # Scores in the hundreds would be off by 1e-5 for being floats, whoever computes them.
-        some["scale"] = draw(st.sampled_from([0.1, 0.5, 2.0])) * key_dim**-0.5
-    if draw(st.booleans()):
-        some["window"] = draw(st.integers(1, 50))
-    if draw(st.booleans()):
-        some["chunk"] = draw(st.integers(1, 50))
-    if draw(st.booleans()):
-        some["soft_cap"] = draw(st.sampled_from([0.5, 5.0, 50.0]))
-    if draw(st.booleans()):
-        sinks = st.lists(st.floats(-20, 90), min_size=num_heads, max_size=num_heads)
-        some["sinks"] = np.array(draw(sinks))
-    return some
-
-
-@st.composite
-def sequences(draw: Any, longest: int = 70) -> list[tuple[int, int]]:
-    """Decodes, whole prompts, chunks of prompts and sequences that do not ask, in one batch."""
-    made = []
-    for _ in range(draw(st.integers(1, 5))):
-        length = draw(st.integers(1, longest))
-        kind = draw(st.sampled_from(["decode", "prompt", "chunk"]))
-        new = {"decode": 1, "prompt": length}.get(kind)
-        made.append((length, draw(st.integers(0, length)) if new is None else new))
-    return made
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @given(data=st.data())
 def test_any_ragged_batch_is_attended_to_as_by_the_book(shape: str, data: st.DataObject) -> None:
     num_kv_heads, heads_each, key_dim, value_dim = SHAPES[shape]
     batch = paged_batch(
         np.random.default_rng(data.draw(st.integers(0, 1000))),
-        data.draw(sequences()),
+        data.draw(sequences(lengths=st.integers(1, 70))),
         block_size=data.draw(st.sampled_from([1, 2, 3, 4, 7, 16, 128, 256])),
         shape=LayerShape(num_kv_heads, key_dim, value_dim),
         heads_each=heads_each,
         loudness=data.draw(st.sampled_from([0.1, 1.0, 4.0])),
     )
-    some = data.draw(options(num_kv_heads * heads_each, key_dim))
+    some = data.draw(options(num_kv_heads * heads_each, key_dim=key_dim))
     assert relative_error(batch.attend(**some), batch.expected(**some)) < TOLERANCE["float32"]
 
 
@@ -79,13 +50,13 @@ def test_half_precision_is_only_as_imprecise_as_its_storage(
 ) -> None:
     batch = paged_batch(
         np.random.default_rng(data.draw(st.integers(0, 1000))),
-        data.draw(sequences()),
+        data.draw(sequences(lengths=st.integers(1, 70))),
         block_size=data.draw(st.sampled_from([1, 3, 16])),
         shape=LayerShape(2, 16, 16),
         heads_each=2,
         dtype=dtype,
     )
-    some = data.draw(options(4, 16))
+    some = data.draw(options(4, key_dim=16))
     expected = batch.expected(**some)
     # Float32 queries over half-precision keys: nothing more is lost.
     assert relative_error(batch.attend(**some), expected) < TOLERANCE["float32"]

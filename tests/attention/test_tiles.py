@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from numba.core import config
 from numpy.typing import NDArray
 
+from models.attention_batches import options, sequences
 from models.attention_model import PagedBatch, paged_batch, relative_error, rounded, slots_of
 from pagedkv.attention import LayerShape, storage, tiles
 
@@ -19,6 +20,10 @@ torch = pytest.importorskip("torch", reason="NumPy has no bfloat16 queries, torc
 
 BOUND = 1e-2
 """Of a row's largest number: weights and outputs are rounded to 8 bits."""
+
+
+LENGTHS = st.integers(1, 260) | st.sampled_from([31, 32, 33, 95, 96, 97, 192, 193])
+"""Across the borders of tiles, panels and gathered chunks."""
 
 
 def brain_batch(rng: np.random.Generator, *some: Any, **options: Any) -> PagedBatch:
@@ -37,30 +42,6 @@ def attend(batch: PagedBatch, **options: Any) -> NDArray[np.float32]:
     return out
 
 
-@st.composite
-def options(draw: Any, num_heads: int) -> dict[str, Any]:
-    some: dict[str, Any] = {}
-    if draw(st.booleans()):
-        some["window"] = draw(st.integers(1, 200))
-    if draw(st.booleans()):
-        some["chunk"] = draw(st.integers(1, 200))
-    if draw(st.booleans()):
-        some["soft_cap"] = draw(st.sampled_from([0.5, 5.0, 50.0]))
-    if draw(st.booleans()):
-        some["sinks"] = np.linspace(-3, 9, num_heads)
-    return some
-
-
-@st.composite
-def sequences(draw: Any) -> list[tuple[int, int]]:
-    """Prompts and chunks of them that cross the borders of tiles, panels and gathered chunks."""
-    made = []
-    for _ in range(draw(st.integers(1, 3))):
-        length = draw(st.integers(1, 260) | st.sampled_from([31, 32, 33, 95, 96, 97, 192, 193]))
-        made.append((length, draw(st.integers(0, length) | st.just(length))))
-    return made
-
-
 @pytest.mark.parametrize("shape", [(2, 3, 64, 32), (1, 20, 32, 64)])
 @given(data=st.data())
 @settings(max_examples=6 if config.DISABLE_JIT else 40)
@@ -70,13 +51,13 @@ def test_any_ragged_batch_is_attended_to_as_by_the_book(
     num_kv_heads, heads_each, key_dim, value_dim = shape
     batch = brain_batch(
         np.random.default_rng(data.draw(st.integers(0, 1000))),
-        data.draw(sequences()),
+        data.draw(sequences(lengths=LENGTHS, most=3)),
         block_size=data.draw(st.sampled_from([1, 3, 16, 256])),
         shape=LayerShape(num_kv_heads, key_dim, value_dim),
         heads_each=heads_each,
         loudness=data.draw(st.sampled_from([0.1, 1.0, 4.0])),
     )
-    some = data.draw(options(num_kv_heads * heads_each))
+    some = data.draw(options(num_kv_heads * heads_each, farthest=200))
     assert relative_error(attend(batch, **some), batch.expected(**some)) < BOUND
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 import torch
 
+from models.attention_batches import options, sequences
 from models.attention_model import relative_error, slots_of
 from models.gpu_batch import DEVICE, gpu_batch, put
 from pagedkv.attention import KVStorage, LayerShape, reference_attend
@@ -34,32 +35,7 @@ SHAPES = [
 ]
 
 
-@st.composite
-def options(draw: Any, num_heads: int, key_dim: int) -> dict[str, Any]:
-    some: dict[str, Any] = {}
-    if draw(st.booleans()):
-        some["scale"] = draw(st.sampled_from([0.1, 0.5, 2.0])) * key_dim**-0.5
-    if draw(st.booleans()):
-        some["window"] = draw(st.integers(1, 100))
-    if draw(st.booleans()):
-        some["chunk"] = draw(st.integers(1, 100))
-    if draw(st.booleans()):
-        some["soft_cap"] = draw(st.sampled_from([0.5, 5.0, 50.0]))
-    if draw(st.booleans()):
-        sinks = st.lists(st.floats(-20, 90), min_size=num_heads, max_size=num_heads)
-        some["sinks"] = np.array(draw(sinks))
-    return some
-
-
-@st.composite
-def sequences(draw: Any) -> list[tuple[int, int]]:
-    """Decodes, whole prompts, chunks of a few tokens or many, and some that do not ask."""
-    made = []
-    for _ in range(draw(st.integers(1, 4))):
-        length = draw(st.one_of(st.integers(1, 70), st.integers(100, 220)))
-        most = draw(st.sampled_from([1, 1, 16, 90]))
-        made.append((length, draw(st.integers(0 if most > 1 else 1, min(most, length)))))
-    return made
+LENGTHS = st.integers(1, 70) | st.integers(100, 220)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -69,14 +45,14 @@ def test_any_ragged_batch_is_attended_to_as_by_the_book(dtype: str, data: st.Dat
     num_kv_heads, heads_each, key_dim, value_dim = data.draw(st.sampled_from(SHAPES))
     batch = gpu_batch(
         np.random.default_rng(data.draw(st.integers(0, 1000))),
-        data.draw(sequences()),
+        data.draw(sequences(lengths=LENGTHS, most_new=(1, 1, 16, 90), most=4)),
         block_size=data.draw(st.sampled_from([8, 16, 16, 32, 64, 256, 1, 7])),
         shape=LayerShape(num_kv_heads, key_dim, value_dim),
         heads_each=heads_each,
         dtype=dtype,
         loudness=data.draw(st.sampled_from([0.1, 1.0, 2.0])),
     )
-    some = data.draw(options(num_kv_heads * heads_each, key_dim))
+    some = data.draw(options(num_kv_heads * heads_each, key_dim=key_dim, farthest=100))
     assert relative_error(batch.attend(**some), batch.expected(**some)) < TOLERANCE[dtype]
 
 
