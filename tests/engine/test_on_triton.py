@@ -65,9 +65,9 @@ def test_an_architecture_says_on_the_device_what_it_says_on_the_cpu(
     capture = None
     if graphs:
         capture = again if DEVICE == "cpu" else CUDACapture(torch.device(DEVICE, 0))
-    running = TinyEngine(
-        on_device(model_type, **changes), 7, budget=9, seats=3, ahead=ahead, capture=capture
-    )
+    model = on_device(model_type, **changes)
+    assert model.fused is not None and model.fused.norms > 4 and model.fused.rotary == 1
+    running = TinyEngine(model, 7, budget=9, seats=3, ahead=ahead, capture=capture)
     if DEVICE != "cpu" and model_type in MIXTURES and running.graph_problem is not None:
         # In float32 torch may multiply one expert after the other, whose sizes the host reads.
         assert f"of {model_type} cannot be captured" in running.graph_problem
@@ -75,6 +75,13 @@ def test_an_architecture_says_on_the_device_what_it_says_on_the_cpu(
         assert running.graph_problem is None
     assert running.answers(PROMPTS, greedy(5)) == expected
     assert running.scheduler.statistics().used_blocks == 0
+
+
+def test_with_its_own_layers_a_model_says_the_same_on_the_device() -> None:
+    expected = TinyEngine(tiny_model("llama", num_hidden_layers=2), 40).answers(PROMPTS, greedy(5))
+    own = tiny_model("llama", num_hidden_layers=2).to(DEVICE)
+    running = TinyEngine(PagedModel(own, triton=True, fused_layers=False), 40, ahead=True)
+    assert running.answers(PROMPTS, greedy(5)) == expected
 
 
 def test_samples_that_fork_and_draw_get_the_same_on_the_device() -> None:
