@@ -16,13 +16,14 @@ pytest.importorskip("fastapi", reason="needs the extra [server]")
 pytest.importorskip("prometheus_client", reason="needs the extra [server]")
 pytest.importorskip("openai", reason="needs OpenAI's client")
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from models.tiny_server import MODEL, TinyServer, tiny_server
 from pagedkv.engine.outputs import Chunk
 from pagedkv.engine.statistics import StepTimes
 from pagedkv.server.limits import ServerLimits
-from pagedkv.server.metrics import REFUSALS, AnswerTimes, Metrics
+from pagedkv.server.metrics import REFUSALS, AnswerTimes, Metrics, TokenGaps
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -59,30 +60,91 @@ def values(server: TinyServer) -> dict[str, float]:
     }
 
 
-def test_an_answer_is_timed_from_its_arrival_and_from_token_to_token() -> None:
-    metrics = Metrics()
-    times = AnswerTimes(metrics.requests, arrived_s=10.0)
-    samples = [SimpleNamespace(token_ids=[7] * count) for count in (5, 1)]
-    request: Any = SimpleNamespace(prompt_ids=(1, 2, 3), admitted_s=10.5, samples=samples)
+class Answering:
+    """A prompt that a test answers, and what is counted of it."""
 
-    def came(sample: int, now_s: float, finish: Any = None) -> None:
+    def __init__(self, num_answers: int = 1, admitted_s: float | None = 10.5) -> None:
+        self.metrics = Metrics()
+        self.times = AnswerTimes(self.metrics.requests, arrived_s=10.0)
+        self.request: Any = SimpleNamespace(
+            prompt_ids=(1, 2, 3),
+            num_cached_tokens=2,
+            num_preemptions=4,
+            admitted_s=admitted_s,
+            params=SimpleNamespace(n=num_answers),
+            samples=[SimpleNamespace(token_ids=[7] * count) for count in (5, 1)],
+        )
+
+    def came(self, sample: int, now_s: float, finish: Any = None) -> None:
         chunk = Chunk(sample, "x", token_ids=(7,), logprobs=None, finish_reason=finish)
-        times.note(0, chunk, request, now_s)
+        self.times.note(0, chunk, self.request, now_s)
 
-    came(0, 11.0)
-    came(1, 12.0, "stop")
-    came(0, 13.0, "length")
-    registry = metrics.registry
+    def counted(self, name: str) -> tuple[float | None, float | None]:
+        """Sum and count of a histogram."""
+        found = [f"pagedkv_{name}_{kind}" for kind in ("sum", "count")]
+        return tuple(map(self.metrics.registry.get_sample_value, found))  # type: ignore[return-value]
+
+
+def test_an_answer_is_timed_from_its_arrival_and_from_token_to_token() -> None:
+    answering = Answering(num_answers=2)
+    answering.came(0, 11.0)
+    answering.came(1, 12.0, "stop")
+    assert answering.counted("request_preemptions") == (0, 0)
+    answering.came(0, 13.0, "length")
     for name, total, count in (
         ("time_to_first_token_seconds", 1.0, 1),  # of a prompt, however many answers it has
         ("request_queue_time_seconds", 0.5, 1),
+        ("request_prefill_time_seconds", 0.5, 1),
         ("request_prompt_tokens", 3.0, 1),
+        ("request_computed_prompt_tokens", 1.0, 1),
         ("request_duration_seconds", 2.0 + 3.0, 2),
+        ("request_decode_time_seconds", 0.0 + 2.0, 2),
+        ("request_inference_time_seconds", 1.5 + 2.5, 2),
         ("request_output_tokens", 5.0 + 1.0, 2),
         ("time_per_output_token_seconds", 0.5, 1),  # of one token there is no time between
+        ("request_max_output_tokens", 5.0, 1),
+        ("request_preemptions", 4.0, 1),
     ):
-        assert registry.get_sample_value(f"pagedkv_{name}_sum") == pytest.approx(total), name
-        assert registry.get_sample_value(f"pagedkv_{name}_count") == count, name
+        assert answering.counted(name) == (pytest.approx(total), count), name
+    value = answering.metrics.registry.get_sample_value
+    assert value("pagedkv_cached_prompt_tokens_total") == 2
+    assert value("pagedkv_prompt_tokens_total") == 3
+
+
+@pytest.mark.parametrize(
+    ("admitted_s", "waited_s"), [(None, 4.0), (10.5, 0.5)], ids=["in the queue", "admitted"]
+)
+def test_who_gives_up_before_a_first_token_has_waited_and_nothing_else(
+    admitted_s: float | None, waited_s: float
+) -> None:
+    answering = Answering(admitted_s=admitted_s)
+    answering.times.give_up([answering.request, None], 14.0)
+    assert answering.counted("request_queue_time_seconds") == (pytest.approx(waited_s + 4.0), 2)
+    for name in ("time_to_first_token_seconds", "request_prefill_time_seconds"):
+        assert answering.counted(name) == (0, 0)
+    assert answering.metrics.registry.get_sample_value("pagedkv_prompt_tokens_total") == 0
+
+
+def test_who_gives_up_after_a_first_token_has_waited_once() -> None:
+    answering = Answering()
+    answering.came(0, 11.0)
+    answering.times.give_up([answering.request], 14.0)
+    assert answering.counted("request_queue_time_seconds") == (pytest.approx(0.5), 1)
+    assert answering.counted("request_duration_seconds") == (0, 0)
+
+
+def test_gaps_between_tokens_are_counted_at_and_below_their_bounds() -> None:
+    gaps = TokenGaps()
+    for gap_s in (0.0005, 0.001, 0.0011, 0.15, 2.5, 60.0):
+        gaps.note(gap_s)
+    found = {
+        sample.labels.get("le", sample.name.rpartition("_")[2]): sample.value
+        for sample in gaps.family().samples
+    }
+    assert [found[bound] for bound in ("0.001", "0.0025", "0.1", "0.15", "1.0", "2.5", "+Inf")] == [
+        *(2, 3, 3, 4, 4, 5, 6)
+    ]
+    assert found["count"] == 6 and found["sum"] == pytest.approx(62.6526)
 
 
 def test_the_parts_of_a_step_are_its_whole_and_a_memory_in_use_has_its_share() -> None:
@@ -113,6 +175,7 @@ def test_the_parts_of_a_step_are_its_whole_and_a_memory_in_use_has_its_share() -
         'vllm:prefix_cache_queries_total{model_name="m"} 40.0',
         'vllm:prefix_cache_hits_total{model_name="m"} 30.0',
         'vllm:num_requests_waiting{model_name="m"} 2.0',
+        'vllm:cache_config_info{block_size="4",model_name="m",num_gpu_blocks="12"} 1.0',
     ):
         assert f"\n{line}\n" in page, line
 
@@ -133,6 +196,21 @@ def test_requests_and_tokens_are_counted(server: TinyServer) -> None:
     ):
         assert found[f"pagedkv_{name}_count"] == count
         assert 0 < found[f"pagedkv_{name}_sum"] < 600
+    # Of 90 tokens that were asked for a few had come when the client left.
+    gaps = found["pagedkv_inter_token_latency_seconds_count"] - 8 * 39
+    assert 0 <= gaps < 89
+    assert 0 < found["pagedkv_inter_token_latency_seconds_sum"] < 600
+    assert found["pagedkv_request_preemptions_sum"] == memory.preemptions
+    assert found["pagedkv_request_max_output_tokens_count"] == 8
+    computed = found["pagedkv_request_computed_prompt_tokens_sum"]
+    cached = found["pagedkv_cached_prompt_tokens_total"]
+    assert computed + cached == 8 * 13 + 2 and cached == memory.hit_tokens > 0
+    # What a request spends is spent waiting, on its prompt, or on its answer.
+    waited, prefill, decode, inference = (
+        found[f"pagedkv_request_{name}_time_seconds_sum"]
+        for name in ("queue", "prefill", "decode", "inference")
+    )
+    assert waited > 0 and prefill > 0 and 0 < decode < inference < decode + prefill
     # First tokens come before the last ones, also of answers that are not streamed.
     durations = found["pagedkv_request_duration_seconds_sum"]
     assert found["pagedkv_time_to_first_token_seconds_sum"] < durations
@@ -207,6 +285,53 @@ def test_vllms_names_have_the_same_numbers(server: TinyServer) -> None:
     assert found["vllm:request_success_total,finished_reason=length,model_name=tiny"] == 8
     name = "vllm:time_to_first_token_seconds_bucket,le=+Inf,model_name=tiny"
     assert found[name] == found["pagedkv_time_to_first_token_seconds_bucket,le=+Inf"] == 9
+    for theirs, ours in (
+        ("inter_token_latency_seconds", "inter_token_latency_seconds"),
+        ("e2e_request_latency_seconds", "request_duration_seconds"),
+        ("request_prefill_time_seconds", "request_prefill_time_seconds"),
+        ("request_decode_time_seconds", "request_decode_time_seconds"),
+        ("request_inference_time_seconds", "request_inference_time_seconds"),
+        ("request_num_preemptions", "request_preemptions"),
+    ):
+        for kind in ("sum", "count", "bucket,le=+Inf"):
+            assert found[f"vllm:{theirs}_{kind},model_name=tiny"] == found[f"pagedkv_{ours}_{kind}"]
+    by_source = [
+        found[f"vllm:prompt_tokens_by_source_total,model_name=tiny,source=local_{source}"]
+        for source in ("compute", "cache_hit")
+    ]
+    assert sum(by_source) == found["vllm:prompt_tokens_total,model_name=tiny"]
+    assert by_source[1] == found["vllm:prompt_tokens_cached_total,model_name=tiny"] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_leaves_the_queue_is_counted_among_those_who_waited(stream: bool) -> None:
+    with tiny_server(max_num_seqs=1) as server:
+        running = server.client().completions.create(
+            model=MODEL, prompt="Hi", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(running))
+        body = {"prompt": ["Hello", "Hi"], "max_tokens": 5, "stream": stream}
+        with pytest.raises(httpx.ReadTimeout), server.http() as http:
+            told = http.stream("POST", "/v1/completions", json=body, timeout=0.3)
+            with told as answer:
+                answer.read()
+        server.wait_until(lambda: len(server.serving.exchanges) == 1)
+        running.close()
+        server.wait_until(lambda: not server.serving.is_busy and server.used_blocks == 0)
+        found = values(server)
+        assert found["pagedkv_requests_finished_total,reason=abort"] == 3
+        assert found["pagedkv_request_queue_time_seconds_count"] == 3
+        assert found["pagedkv_time_to_first_token_seconds_count"] == 1
+        assert found["pagedkv_request_prefill_time_seconds_count"] == 1
+        assert found["pagedkv_prompt_tokens_total"] == 2
+
+
+def test_who_is_refused_has_not_waited() -> None:
+    with tiny_server(num_tokens=64) as server, server.http() as http:
+        assert http.post("/v1/completions", json={"prompt": [5] * 90}).status_code == 400
+        found = values(server)
+        assert found["pagedkv_requests_refused_total,reason=invalid"] == 1
+        assert found["pagedkv_request_queue_time_seconds_count"] == 0
 
 
 def test_names_follow_prometheus_conventions(server: TinyServer) -> None:

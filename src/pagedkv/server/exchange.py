@@ -48,7 +48,7 @@ class Exchange:
         self.params = params
         self.namespace = namespace
         self.is_streamed = is_streamed
-        self._times = times
+        self.times = times
         self.requests: list[Request | None] = [None] * len(prompts)
         self._orders: list[Order] = []
         self._on_end = on_end
@@ -110,7 +110,7 @@ class Exchange:
         if isinstance(news, Chunk):
             if news.finish_reason == "abort":
                 return  # the reason follows
-            self._times.note(place, news, self.requests[place], now_s)
+            self.times.note(place, news, self.requests[place], now_s)
             self._mailbox.append((place, news))
             self.num_going_on -= news.finish_reason is not None
             if not self.num_going_on:

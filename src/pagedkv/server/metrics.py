@@ -7,11 +7,19 @@ that dashboards for it work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.utils import floatToGoString
 
 from pagedkv.engine.outputs import Chunk
 from pagedkv.engine.request import Request
@@ -36,6 +44,7 @@ _WAITING_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 1
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 _STEP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 _TOKENS = tuple(2**power for power in range(18))
+_TIMES = (0, 1, 2, 3, 5, 10, 20)
 
 
 class RequestMetrics:
@@ -67,6 +76,11 @@ class RequestMetrics:
             "Tokens of the prompts that got a first token.",
             registry=registry,
         )
+        self.cached_tokens = Counter(
+            "pagedkv_cached_prompt_tokens",
+            "Of the tokens of prompts that got a first token, those that the cache had.",
+            registry=registry,
+        )
         self.first_token = histogram(
             "time_to_first_token_seconds",
             "From a request's arrival to its first token.",
@@ -79,7 +93,22 @@ class RequestMetrics:
         )
         self.queue = histogram(
             "request_queue_time_seconds",
-            "From a request's arrival to its first admission.",
+            "From a request's arrival to its first admission, or to when it gave up waiting.",
+            _WAITING_S,
+        )
+        self.prefill = histogram(
+            "request_prefill_time_seconds",
+            "From a prompt's first admission to its first token.",
+            _WAITING_S,
+        )
+        self.decode = histogram(
+            "request_decode_time_seconds",
+            "Of an answer that ended: from its first token to its last.",
+            _WAITING_S,
+        )
+        self.inference = histogram(
+            "request_inference_time_seconds",
+            "Of an answer that ended: from its prompt's first admission to its last token.",
             _WAITING_S,
         )
         self.duration = histogram(
@@ -90,19 +119,35 @@ class RequestMetrics:
         self.prompt_length = histogram(
             "request_prompt_tokens", "Tokens of a prompt that got a first token.", _TOKENS
         )
+        self.computed_length = histogram(
+            "request_computed_prompt_tokens",
+            "Of a prompt that got a first token, the tokens that the cache had not.",
+            _TOKENS,
+        )
         self.output_length = histogram(
             "request_output_tokens", "Tokens of an answer that ended.", _TOKENS
+        )
+        self.longest_output = histogram(
+            "request_max_output_tokens",
+            "Tokens of the longest answer to a prompt whose answers have all ended.",
+            _TOKENS,
+        )
+        self.preemptions = histogram(
+            "request_preemptions",
+            "Times that an answer to a prompt gave way until all of them had ended.",
+            _TIMES,
         )
 
 
 class AnswerTimes:
-    """When the answers to one HTTP request's prompts began."""
+    """When the answers to one HTTP request's prompts began, and how they went."""
 
     def __init__(self, metrics: RequestMetrics, arrived_s: float) -> None:
         self._metrics = metrics
         self._arrived_s = arrived_s
         self._first_s: dict[tuple[int, int], float] = {}
         self._begun: set[int] = set()
+        self._lengths: dict[int, list[int]] = {}  # of the answers to a prompt that have ended
 
     def note(self, place: int, chunk: Chunk, request: Request | None, now_s: float) -> None:
         """A chunk of the prompt at `place` came."""
@@ -114,23 +159,72 @@ class AnswerTimes:
                 self._begin(request, now_s)
         if chunk.finish_reason is not None and request is not None:
             self._end(chunk, request, first_s, now_s)
+            lengths = self._lengths.setdefault(place, [])
+            lengths.append(len(request.samples[chunk.sample].token_ids))
+            if len(lengths) == request.params.n:
+                self._metrics.longest_output.observe(max(lengths))
+                self._metrics.preemptions.observe(request.num_preemptions)
+
+    def give_up(self, requests: Sequence[Request | None], now_s: float) -> None:
+        """It ended before its time: note how long those have waited that got no first token."""
+        for place, request in enumerate(requests):
+            if place not in self._begun:
+                admitted_s = None if request is None else request.admitted_s
+                self._wait(now_s if admitted_s is None else admitted_s)
 
     def _begin(self, request: Request, now_s: float) -> None:
         metrics = self._metrics
+        num_tokens, num_cached = len(request.prompt_ids), request.num_cached_tokens or 0
         metrics.first_token.observe(now_s - self._arrived_s)
-        metrics.prompt_tokens.inc(len(request.prompt_ids))
-        metrics.prompt_length.observe(len(request.prompt_ids))
+        metrics.prompt_tokens.inc(num_tokens)
+        metrics.cached_tokens.inc(num_cached)
+        metrics.prompt_length.observe(num_tokens)
+        metrics.computed_length.observe(num_tokens - num_cached)
         if request.admitted_s is not None:
-            metrics.queue.observe(max(request.admitted_s - self._arrived_s, 0.0))
+            self._wait(request.admitted_s)
+            metrics.prefill.observe(max(now_s - request.admitted_s, 0.0))
+
+    def _wait(self, until_s: float) -> None:
+        self._metrics.queue.observe(max(until_s - self._arrived_s, 0.0))
 
     def _end(self, chunk: Chunk, request: Request, first_s: float, now_s: float) -> None:
         metrics = self._metrics
         num_tokens = len(request.samples[chunk.sample].token_ids)
         metrics.finished.labels(chunk.finish_reason).inc()
         metrics.duration.observe(now_s - self._arrived_s)
+        metrics.decode.observe(now_s - first_s)
+        if request.admitted_s is not None:
+            metrics.inference.observe(max(now_s - request.admitted_s, 0.0))
         metrics.output_length.observe(num_tokens)
         if num_tokens > 1:
             metrics.output_token.observe((now_s - first_s) / (num_tokens - 1))
+
+
+class TokenGaps:
+    """Time between one token of an answer and the next. Used in the engine's thread alone.
+
+    Plain numbers, since this alone is for each token: a histogram of the library's takes a lock
+    for its sum and one for the bucket, and three times as long.
+    """
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_TOKEN_S) + 1)
+        self._sum_s = 0.0
+
+    def note(self, gap_s: float) -> None:
+        """A token came so long after the one before."""
+        self._counts[bisect.bisect_left(_TOKEN_S, gap_s)] += 1
+        self._sum_s += gap_s
+
+    def family(self) -> HistogramMetricFamily:
+        """As Prometheus reads it."""
+        bounds = [*map(floatToGoString, _TOKEN_S), "+Inf"]
+        return HistogramMetricFamily(
+            "pagedkv_inter_token_latency_seconds",
+            "Between one token of an answer and the next.",
+            buckets=list(zip(bounds, itertools.accumulate(self._counts))),
+            sum_value=self._sum_s,
+        )
 
 
 class StepMetrics:
@@ -159,6 +253,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.requests = RequestMetrics(self.registry)
         self.steps = StepMetrics(self.registry)
+        self.gaps = TokenGaps()
 
     def page(
         self,
@@ -174,7 +269,7 @@ class Metrics:
             "1 where --record could not be written any further.",
             value=has_recording_failed,
         )
-        ours = [*_of_engine(statistics, num_waiting), self._parts(), recording]
+        ours = [*_of_engine(statistics, num_waiting), self._parts(), self.gaps.family(), recording]
         families = [*map(_without_birth, self.registry.collect()), *ours]
         found = CollectorRegistry()
         found.register(_Fixed([*families, *vllm_metrics(families, model_name=model_name)]))

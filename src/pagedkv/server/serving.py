@@ -265,7 +265,10 @@ class Serving:
             self._metrics.requests.finished.labels("abort").inc(exchange.num_going_on)
         elif exchange.reason is not None and not isinstance(exchange.reason, InvalidInput):
             self._metrics.requests.finished.labels("error").inc(exchange.num_going_on)
-        self._ends_s = [*self._ends_s[-31:], time.perf_counter()]
+        now_s = time.perf_counter()
+        if exchange.reason is not None and not isinstance(exchange.reason, InvalidInput):
+            exchange.times.give_up(exchange.requests, now_s)
+        self._ends_s = [*self._ends_s[-31:], now_s]
         for order in exchange.orders:
             if order.request is None or not order.request.is_finished:
                 self.llm.withdraw(order)
@@ -275,18 +278,21 @@ class Serving:
 
     def _listener(self, exchange: Exchange, place: int) -> Callable[[News], None]:
         """What the engine's thread calls with news of one prompt."""
-        if exchange.is_streamed:
-            return lambda news: self._said.append((exchange, place, news))
-        begun: set[int] = set()
+        gaps = self._metrics.gaps
+        last_s: dict[int, float] = {}  # when each sample's last token came
 
-        def beginnings_and_ends(news: News) -> None:
-            if isinstance(news, Chunk) and news.finish_reason is None:
-                if news.sample in begun:
-                    return
-                begun.add(news.sample)
+        def heard(news: News) -> None:
+            if isinstance(news, Chunk) and news.token_ids:
+                now_s = time.perf_counter()
+                before_s = last_s.get(news.sample)
+                last_s[news.sample] = now_s
+                if before_s is not None:
+                    gaps.note(now_s - before_s)
+                    if not exchange.is_streamed and news.finish_reason is None:
+                        return  # beginnings and ends are enough
             self._said.append((exchange, place, news))
 
-        return beginnings_and_ends
+        return heard
 
     def _hand_over(self, engine: Engine) -> None:
         """Send what was said in this step to the event loop, with one call: a call wakes it.
