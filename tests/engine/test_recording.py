@@ -539,10 +539,11 @@ def test_steps_are_told_with_the_next_progress_and_last_until_the_next_one_begin
     recorder.is_progress_due(0.0)
     stepped(0.0, 0.25, (0, 3))
     recorder.is_progress_due(0.5)  # a quarter of a second went by behind the first step
-    stepped(0.5, 0.75, (3, 1), (0, 1), (4, 2))
-    assert recorder.is_progress_due(1.0)
-    recorder.progress([request], s=1.0, step=2)
-    recorder.is_progress_due(3.0)  # the step before failed, and is none of these
+    recorder.is_progress_due(0.625)  # the one that began then failed, and is none of these
+    stepped(0.625, 0.75, (3, 1), (0, 1), (4, 2))
+    assert recorder.is_progress_due(1.125)
+    recorder.progress([request], s=1.125, step=3)
+    recorder.is_progress_due(3.0)
     stepped(3.0, 3.125, (4, 1))
     recorder.ended(arrival, [1, 2, 3], [Answer(0, [4, 5], first_token_s=0.2)])
     recorder.flush(s=3.25, step=4)
@@ -560,6 +561,12 @@ def test_steps_are_told_with_the_next_progress_and_last_until_the_next_one_begin
         "context_tokens": [3, 4 + 1 + 6],
         "pairs": [6, 4 + 1 + 11],
     }
-    assert rest["steps"]["took_us"] == [125_000]  # nobody was under way behind it
+    assert rest["steps"] == {  # nobody was under way behind it
+        "took_us": [125_000],
+        "prefill_tokens": [0],
+        "decode_tokens": [1],
+        "context_tokens": [5],
+        "pairs": [5],
+    }
     assert "steps" not in later and "first_token_s" not in later["under_way"][0]
     assert told["under_way"][0]["first_token_s"] == ended["first_token_s"] == 0.2
