@@ -45,6 +45,14 @@ def test_the_library_loads_neither_torch_nor_what_only_the_tools_need(module: st
     assert not loaded & {"torch", "transformers", "polars", "plotly", "typer", "rich", "zstandard"}
 
 
+def test_what_is_loaded_later_is_listed_for_completion_and_loads_nothing() -> None:
+    done = run_python("-c", "import sys, pagedkv; print(*dir(pagedkv), 'numba' in sys.modules)")
+    *listed, loaded = done.stdout.split()
+    assert {"KVCacheManager", "Step", "NeverFits", "__version__"} <= set(listed)
+    assert "Any" not in listed
+    assert loaded == "False"
+
+
 def test_the_simulator_does_not_load_torch() -> None:
     every_module = (
         "import importlib, pkgutil, pagedkv.simulate as package; "

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pagedkv._version import __version__
-from pagedkv.errors import BrokenLaw, InvalidInput, OutOfBlocks, PagedKVError, UnknownSequence
+from pagedkv.errors import (
+    BrokenLaw,
+    InvalidInput,
+    NeverFits,
+    OutOfBlocks,
+    PagedKVError,
+    UnknownSequence,
+)
 
 if TYPE_CHECKING:
     from pagedkv.memory import Address, KVCacheManager, Statistics, Step
@@ -15,6 +22,7 @@ __all__ = [
     "BrokenLaw",
     "InvalidInput",
     "KVCacheManager",
+    "NeverFits",
     "OutOfBlocks",
     "PagedKVError",
     "Statistics",
@@ -31,3 +39,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(memory, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What there is to use, and what is loaded only when it is asked for."""
+    return __all__

@@ -65,13 +65,20 @@ class TraceError(InvalidInput):
 
 
 class NeverFits(InvalidInput):
-    """A request that is larger than the whole memory."""
+    """A request, or a sequence, that is larger than the whole memory: waiting does not help.
 
-    def __init__(self, *, request: str, needed: int, capacity: int) -> None:
-        super().__init__(
-            f"request {request} needs {needed} blocks, the whole memory has {capacity}"
-        )
+    `request` or `sequence` names it where it has a name; nothing was changed.
+    """
+
+    def __init__(
+        self, *, needed: int, capacity: int, request: str | None = None, sequence: int | None = None
+    ) -> None:
+        who = "the sequence" if sequence is None else f"sequence {sequence}"
+        if request is not None:
+            who = f"request {request}"
+        super().__init__(f"{who} needs {needed} blocks, the whole memory has {capacity}")
         self.request = request
+        self.sequence = sequence
         self.needed = needed
         self.capacity = capacity
 

@@ -10,7 +10,7 @@ import pytest
 
 from models.memory_state import assert_unchanged, free_list, snapshot
 from models.token_storage import TokenStorage
-from pagedkv import KVCacheManager, OutOfBlocks
+from pagedkv import KVCacheManager, NeverFits, OutOfBlocks
 from pagedkv.errors import BrokenLaw, UnknownSequence
 from pagedkv.memory import block_key, block_pool, prefix_cache
 
@@ -40,8 +40,8 @@ def test_a_token_that_fits_into_the_last_block_needs_no_free_block() -> None:
 
 
 def test_a_token_behind_a_full_block_is_refused_without_a_free_block_and_changes_nothing() -> None:
-    kv = manager(1)
-    a = kv.add_sequence([1, 2, 3, 4])
+    kv = manager(2)
+    a, _ = kv.add_sequence([1, 2, 3, 4]), kv.add_sequence([1])
     before = snapshot(kv)
     with pytest.raises(OutOfBlocks) as refused:
         kv.extend([a], [5])
@@ -90,7 +90,8 @@ def test_a_prompt_of_9_tokens_run_three_times_finds_0_8_8_cached_tokens() -> Non
 
 
 def test_a_free_block_that_is_hit_is_not_available_to_the_same_call_again() -> None:
-    kv = manager(5)
+    kv = manager(6)
+    kv.add_sequence([0])
     cache(kv, list(range(8)))
     cache(kv, [99] * 4)
     assert kv.num_available_blocks == 5
@@ -290,8 +291,8 @@ def test_a_prompt_larger_than_the_memory_is_refused_and_the_others_go_on() -> No
     kv = manager(4)
     a = kv.add_sequence([1, 2, 3])
     before = snapshot(kv)
-    with pytest.raises(OutOfBlocks) as refused:
+    with pytest.raises(NeverFits) as refused:
         kv.add_sequence(range(17))
-    assert (refused.value.needed, refused.value.available) == (5, 3)
+    assert (refused.value.needed, refused.value.capacity) == (5, 4)
     assert_unchanged(kv, before)
     assert kv.extend([a], [4]).slots.tolist() == [3]

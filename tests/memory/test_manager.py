@@ -14,7 +14,7 @@ import pytest
 import pagedkv.memory
 from models.memory_model import MemoryModel, Refusal
 from models.memory_state import assert_unchanged, free_list, snapshot
-from pagedkv import KVCacheManager, OutOfBlocks
+from pagedkv import KVCacheManager, NeverFits, OutOfBlocks
 from pagedkv.errors import InvalidInput
 from pagedkv.memory.block_key import MAX_TOKEN_ID
 from pagedkv.memory.blocks import NO_KEY
@@ -52,7 +52,7 @@ def test_a_part_of_a_prompt_that_is_longer_than_the_memory_gets_its_slots() -> N
     assert kv.num_tokens(a) == 400
     assert kv.block_table(a).tolist() == list(range(100))
     kv.verify()
-    with pytest.raises(OutOfBlocks):
+    with pytest.raises(NeverFits):
         kv.extend([a], [400])
 
 
@@ -60,10 +60,10 @@ def test_a_part_of_a_prompt_that_is_longer_than_the_memory_gets_its_slots() -> N
 def test_a_prompt_that_never_fits_makes_no_table_larger(num_tokens: int) -> None:
     kv = KVCacheManager(100, 4)
     before = snapshot(kv)
-    with pytest.raises(OutOfBlocks) as refused:
+    with pytest.raises(NeverFits) as refused:
         kv.add_sequence(np.arange(num_tokens))
-    assert (refused.value.needed, refused.value.available) == (-(-num_tokens // 4), 100)
-    with pytest.raises(OutOfBlocks):
+    assert (refused.value.needed, refused.value.capacity) == (-(-num_tokens // 4), 100)
+    with pytest.raises(NeverFits):
         kv.add_keyed_sequence(10**15, np.zeros((0, 2), dtype=np.uint64))
     assert kv._memory.tables.entries.shape == before["tables.entries"].shape
     assert_unchanged(kv, before)
@@ -80,10 +80,59 @@ def test_one_token_at_a_time_fills_the_whole_memory_and_then_is_refused() -> Non
         assert len(kv.block_table(a)) == token // 2 + 1
     kv.verify()
     before = snapshot(kv)
-    with pytest.raises(OutOfBlocks) as refused:
+    with pytest.raises(NeverFits) as refused:
         kv.extend([a], [200])
-    assert (refused.value.needed, refused.value.available) == (1, 0)
+    assert (refused.value.needed, refused.value.capacity) == (101, 100)
     assert_unchanged(kv, before)
+
+
+Refused = Callable[[KVCacheManager, int, int], Any]
+NEVER_FITS: list[tuple[Refused, str]] = [
+    (lambda kv, a, b: kv.add_sequence(range(33)), "the sequence needs 9 blocks, the whole"),
+    (lambda kv, a, b: kv.add_sequence(range(99), max_new_tokens=33), "the sequence needs 9"),
+    (lambda kv, a, b: kv.add_keyed_sequence(33, []), "the sequence needs 9 blocks"),
+    (lambda kv, a, b: kv.extend([a, b], [range(2), range(20)]), "sequence 1 needs 9 blocks"),
+]
+MAY_FIT_LATER: list[Refused] = [
+    lambda kv, a, b: kv.add_sequence(range(100, 132)),
+    lambda kv, a, b: kv.add_sequence(range(100, 199), max_new_tokens=32),
+    lambda kv, a, b: kv.add_keyed_sequence(32, []),
+    lambda kv, a, b: kv.extend([a, b], [range(28), range(19)]),  # each alone
+]
+
+
+@pytest.mark.parametrize(("call", "says"), NEVER_FITS)
+def test_what_the_whole_memory_could_not_hold_is_told_from_what_must_wait(
+    call: Refused, says: str
+) -> None:
+    kv = KVCacheManager(8, 4)
+    a, b = kv.add_sequence(range(4)), kv.add_sequence(range(20, 33))
+    before = snapshot(kv)
+    with pytest.raises(NeverFits, match=says) as refused:
+        call(kv, a, b)
+    assert (refused.value.needed, refused.value.capacity) == (9, 8)
+    assert_unchanged(kv, before)
+
+
+@pytest.mark.parametrize("call", MAY_FIT_LATER)
+def test_what_fits_when_others_have_left_is_only_out_of_blocks(call: Refused) -> None:
+    kv = KVCacheManager(8, 4)
+    a, b = kv.add_sequence(range(4)), kv.add_sequence(range(20, 33))
+    with pytest.raises(OutOfBlocks):
+        call(kv, a, b)
+
+
+def test_a_cached_prefix_that_leaves_too_little_room_is_not_in_the_way_for_ever() -> None:
+    """Without its hits the same call asks for less."""
+    kv = KVCacheManager(8, 4)
+    a = kv.add_sequence(range(16))
+    kv.commit([a])
+    with pytest.raises(OutOfBlocks):
+        kv.add_sequence(range(99), max_new_tokens=20)
+    kv.free(a)
+    for _ in range(2):
+        kv.free(kv.add_sequence(range(100, 132)))
+    assert kv.num_tokens(kv.add_sequence(range(99), max_new_tokens=20)) == 20
 
 
 @pytest.mark.parametrize("by", ["its prompt", "one extension", "one after another", "its parent"])
@@ -405,6 +454,10 @@ BAD_CALLS: list[tuple[Call, str]] = [
     ),
     (lambda kv, a: kv.commit([a], num_computed=[1]), "and 2 were computed before"),
     (lambda kv, a: kv.num_tokens(0.0), "sequence is 0.0: give an integer"),
+    (lambda kv, a: kv.num_tokens(True), "sequence is True: give an integer"),
+    (lambda kv, a: kv.num_tokens(np.True_), "sequence is .*True.*: give an integer"),
+    (lambda kv, a: kv.address(a, True), "token is True: give an integer"),
+    (lambda kv, a: kv.extend([True], [1]), "sequences are bool: give integers"),
     (lambda kv, a: kv.free(None), "sequence is None: give an integer"),
     (lambda kv, a: kv.fork("0"), "sequence is '0': give an integer"),
     (lambda kv, a: kv.address(a, 1.5), "token is 1.5: give an integer"),
@@ -579,7 +632,7 @@ def test_a_block_that_foreign_keys_name_twice_hits_once() -> None:
     assert kv.block_table(b).tolist() == [0, 1, 2, 3]
     assert kv.num_cached_tokens(b) == 4
     kv.verify()
-    with pytest.raises(OutOfBlocks):
+    with pytest.raises(NeverFits):
         kv.add_keyed_sequence(20_001, np.repeat(key, 5_000, axis=0))
     kv.commit([b])
     kv.free(a)

@@ -23,7 +23,7 @@ from models.memory_model import MemoryModel, Refusal
 from models.memory_state import assert_unchanged, free_list, row_of, snapshot
 from models.siphash import siphash_2_4_128
 from models.token_storage import TokenStorage
-from pagedkv import KVCacheManager, OutOfBlocks
+from pagedkv import KVCacheManager, NeverFits, OutOfBlocks
 from pagedkv.errors import InvalidInput, UnknownSequence
 from pagedkv.memory.block_key import MAX_TOKEN_ID, TAG_PARENT, TAG_TOKENS, root_key
 from pagedkv.memory.blocks import NO_KEY, PENDING, PUBLISHED
@@ -104,6 +104,12 @@ class ManagerBesideModel(RuleBasedStateMachine):
         except OutOfBlocks as refused:
             expected = self.model.add(-1, identity(namespace), tokens, limit)
             assert expected == Refusal(refused.needed, refused.available)
+            assert not self.model.never_holds(tokens[:limit])
+            assert_unchanged(self.kv, before)
+            return
+        except NeverFits as refused:
+            assert self.model.never_holds(tokens[:limit])
+            assert refused.capacity == self.model.num_blocks < refused.needed
             assert_unchanged(self.kv, before)
             return
         assert number not in self.model.sequences and number not in self.freed
@@ -132,11 +138,22 @@ class ManagerBesideModel(RuleBasedStateMachine):
 
     def extend(self, new_tokens: dict[int, list[int]], numbers: Any, tokens: Any) -> None:
         before = snapshot(self.kv)
+        never = {
+            number
+            for number, new in new_tokens.items()
+            if self.model.never_holds(self.model.sequences[number].tokens + new)
+        }
         expected = self.model.extend(new_tokens)
         try:
             step = self.kv.extend(numbers, tokens)
         except OutOfBlocks as refused:
             assert expected == Refusal(refused.needed, refused.available)
+            assert not never
+            assert_unchanged(self.kv, before)
+            return
+        except NeverFits as refused:
+            assert refused.sequence in never
+            assert refused.capacity == self.model.num_blocks < refused.needed
             assert_unchanged(self.kv, before)
             return
         assert not isinstance(expected, Refusal)

@@ -74,6 +74,11 @@ class MemoryModel:
         held = {block for sequence in self.sequences.values() for block in sequence.table}
         return held | set(self.published.values())
 
+    def never_holds(self, tokens: list[int]) -> bool:
+        """Whether a memory that nobody else uses has too few blocks for one such sequence."""
+        empty = MemoryModel(self.num_blocks, self.block_size)
+        return empty.add(0, None, tokens, len(tokens)) is not None
+
     def add(
         self, number: int, namespace: Hashable, tokens: list[int], max_new_tokens: int
     ) -> Refusal | None:

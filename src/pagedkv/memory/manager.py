@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pagedkv.errors import BrokenLaw, InvalidInput, OutOfBlocks, UnknownSequence
+from pagedkv.errors import BrokenLaw, InvalidInput, NeverFits, OutOfBlocks, UnknownSequence
 from pagedkv.memory import address, allocation, block_key, block_table, calls, extension, laws
 from pagedkv.memory.block_key import Namespace
 from pagedkv.memory.blocks import CACHED, EVICTED, FREE, PUBLICATIONS
@@ -25,18 +25,21 @@ _INT64_MAX = 2**63 - 1
 
 
 class Step(NamedTuple):
-    """What one `extend` did, as arrays that kernels use as they are. n sequences, m new tokens."""
+    """What one `extend` of n sequences by m new tokens did, as arrays that kernels use as they are.
+
+    - `slots` int64 [m]: where each new token's keys and values go, sequence after sequence;
+    - `block_tables` int32 [n, widest]: each sequence's block table, -1 behind its end;
+    - `lengths` int64 [n]: tokens of each sequence, the new ones included;
+    - `query_starts` int64 [n + 1]: the new tokens of sequence i are
+      `slots[query_starts[i]:query_starts[i + 1]]`;
+    - `copies` int32 [k, 2]: (from, to) of each block to copy, before anything is written.
+    """
 
     slots: NDArray[np.int64]
-    """[m]: where each new token's keys and values go, sequence after sequence."""
     block_tables: NDArray[np.int32]
-    """[n, widest]: each sequence's block table, -1 behind its end."""
     lengths: NDArray[np.int64]
-    """[n]: tokens of each sequence, the new ones included."""
     query_starts: NDArray[np.int64]
-    """[n + 1]: the new tokens of sequence i are `slots[query_starts[i]:query_starts[i + 1]]`."""
     copies: NDArray[np.int32]
-    """[k, 2]: (from, to) of each block to copy, before anything is written."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +148,9 @@ class KVCacheManager:
         of different namespaces share nothing. With `max_new_tokens` only so many tokens past
         the cached prefix get slots now (chunked prefill); `extend` with the others follows.
 
-        Raises `OutOfBlocks`, or `InvalidInput` for no tokens or an id outside 0 to 2**32 - 1.
-        O(1) a block.
+        Raises `OutOfBlocks`, which may pass when others leave; `NeverFits` for more tokens than
+        all blocks hold; `InvalidInput` for no tokens or an id outside 0 to 2**32 - 1. O(1) a
+        block.
         """
         ids = _as_integers("token ids", token_ids)
         if len(ids) == 0:
@@ -169,7 +173,7 @@ class KVCacheManager:
             self._block_size,
             self._caching,
         )
-        return self._added(added, len(ids))
+        return self._added(added, len(ids), min(len(ids), max_new_tokens))
 
     def add_keyed_sequence(
         self,
@@ -182,7 +186,8 @@ class KVCacheManager:
         `num_tokens` tokens; each must cover everything before it too. Blocks that later tokens
         fill get no key. For routers, recorded traffic and engines that hash elsewhere.
 
-        Raises `OutOfBlocks`; `InvalidInput` for more keys than full blocks. O(1) a block.
+        Raises `OutOfBlocks`; `NeverFits` for more tokens than all blocks hold; `InvalidInput` for
+        more keys than full blocks. O(1) a block.
         """
         num_tokens = _count("num_tokens", num_tokens, 1, _NO_LIMIT)
         keys = _as_keys(block_keys)
@@ -195,7 +200,7 @@ class KVCacheManager:
             keys = keys[:0]
         self._make_room(num_tokens, rows=1)
         added = calls.add_keyed(self._state, keys, num_tokens, self._block_size)
-        return self._added(added, num_tokens)
+        return self._added(added, num_tokens, num_tokens)
 
     def extend(self, sequences: Sequences, token_ids: TokenIds | Sequence[TokenIds]) -> Step:
         """Give each sequence room for its new tokens, all of them or none.
@@ -203,8 +208,9 @@ class KVCacheManager:
         `token_ids` is one id for each sequence, or one list of ids for each. A shared partial
         block is copied before it is written to: `Step.copies` tells the caller which pages.
 
-        Raises `OutOfBlocks`, `UnknownSequence`, or `InvalidInput` for a sequence named twice or
-        a bad id. O(1) a block; one compiled call.
+        Raises `OutOfBlocks`, which may pass when others leave; `NeverFits` for a sequence that
+        would be larger than the whole memory; `UnknownSequence`; `InvalidInput` for a sequence
+        named twice or a bad id. O(1) a block; one compiled call.
         """
         named = _as_integers("sequences", sequences)
         if not hasattr(token_ids, "__getitem__") or len(token_ids) != len(named):
@@ -227,7 +233,7 @@ class KVCacheManager:
             self._caching,
         )
         if outcome[0] != extension.OK:
-            raise _error(outcome)
+            raise self._not_extended(outcome, named, 1)
         self._longest += 1
         return Step(*arrays)
 
@@ -377,12 +383,35 @@ class KVCacheManager:
             self._caching,
         )
         if outcome[0] != extension.OK:
-            raise _error(outcome)
+            raise self._not_extended(outcome, named, counts)
         self._longest = max(self._longest, most)
         return Step(*arrays)
 
-    def _added(self, added: tuple[extension.Outcome, int, int], num_tokens: int) -> int:
+    def _not_extended(
+        self, outcome: extension.Outcome, named: NDArray[np.int64], counts: NDArray[np.int64] | int
+    ) -> Exception:
+        if outcome[0] == extension.OUT_OF_BLOCKS:
+            num_tokens = self._memory.tables.num_tokens[named % block_table.ROWS] + counts
+            longest = int(num_tokens.argmax())
+            needed = block_table.blocks_for(int(num_tokens[longest]), self._block_size)
+            if needed > self.num_blocks:
+                return NeverFits(
+                    sequence=int(named[longest]), needed=needed, capacity=self.num_blocks
+                )
+        return _error(outcome)
+
+    def _added(
+        self, added: tuple[extension.Outcome, int, int], num_tokens: int, least_held: int
+    ) -> int:
+        """The sequence of `num_tokens` that was added, or the error.
+
+        It holds `least_held` of its tokens, or more if some are cached.
+        """
         outcome, sequence, num_cached = added
+        if outcome[0] == extension.OUT_OF_BLOCKS:
+            needed = block_table.blocks_for(least_held, self._block_size)
+            if needed > self.num_blocks:
+                raise NeverFits(needed=needed, capacity=self.num_blocks)
         if outcome[0] != extension.OK:
             raise _error(outcome)
         self._longest = max(self._longest, num_tokens)
@@ -485,15 +514,17 @@ def _secret_of(given: object) -> bytes:
 
 def _integer(name: str, value: int) -> int:
     """`value` as a Python int: NumPy's integers would each be compiled for anew."""
+    if type(value) is int:  # so a bool, which is an int too, is looked at more closely
+        return value
     try:
-        return int(operator.index(value))
+        if not isinstance(value, bool):
+            return int(operator.index(value))
     except TypeError:
-        raise InvalidInput(f"{name} is {value!r}: give an integer") from None
+        pass
+    raise InvalidInput(f"{name} is {value!r}: give an integer")
 
 
 def _count(name: str, value: int, least: int, most: int) -> int:
-    if isinstance(value, bool):
-        raise InvalidInput(f"{name} is {value!r}: give an integer")
     number = _integer(name, value)
     if not least <= number <= most:
         raise InvalidInput(f"{name} is {number}: give {least} to {most}")
