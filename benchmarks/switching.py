@@ -79,16 +79,16 @@ class Phases:
 
     def after_step(self, engine: Any) -> None:
         """Note the step that has just ended, and switch where a phase is over."""
-        if self._is_over or (self._last and engine.scheduler.num_steps == self._last.num_steps):
+        scheduler = engine.scheduler
+        if self._is_over or (self._last and scheduler.num_steps == self._last.num_steps):
             return
-        statistics = engine.scheduler
         note = Note(
             time.perf_counter(),
             time.thread_time(),
             time.process_time(),
-            statistics.num_steps,
+            scheduler.num_steps,
             engine._output_tokens,
-            statistics._totals["computed"],
+            scheduler._totals["computed"],
         )
         self._last = note
         if self._phases and note.wall_s - self._began_s >= self._dropped_s:
