@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from pagedkv import __version__
-from pagedkv.cli import main
+from pagedkv.cli import commands, main
 from pagedkv.errors import InvalidInput, NeverFits, TraceError
 
 ROOT = Path(__file__).parents[2]
@@ -21,17 +21,17 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def command() -> Iterator[Callable[[BaseException], list[str]]]:
     """Register, for one test, a command that raises, and give its command line."""
-    registered = list(main.app.registered_commands)
+    registered = list(commands.app.registered_commands)
 
     def register(error: BaseException) -> list[str]:
         def fails(count: int = typer.Option(1, min=1)) -> None:
             raise error
 
-        main.app.command("fails")(fails)
+        commands.app.command("fails")(fails)
         return ["fails"]
 
     yield register
-    main.app.registered_commands[:] = registered
+    commands.app.registered_commands[:] = registered
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,8 @@ def test_an_error_is_one_line_and_exit_status_2(
         (["walk"], "pagedkv: no such command 'walk'"),
         (["walkthrough", "--fast"], "pagedkv: no such option: --fast"),
         (["walkthrough", "more"], "pagedkv: got unexpected extra argument"),
-        (["fails", "--count", "0"], "pagedkv: invalid value for '--count'"),
+        (["fails", "--count", "0"], "pagedkv: invalid value for '--count': "),
+        (["fails", "--count", "1e3"], "pagedkv: invalid value for '--count': '1e3' is no"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_that_says_where_help_is(
@@ -75,6 +76,7 @@ def test_a_wrong_command_line_is_one_line_that_says_where_help_is(
     assert err.startswith(expected)
     assert err.rstrip("\n").endswith("--help")
     assert err.count("\n") == 1
+    assert "Input should" not in err and "parse" not in err  # as Typer's checker has it
 
 
 def test_an_error_that_nobody_expected_keeps_its_traceback(
@@ -108,6 +110,30 @@ def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFix
     assert "walkthrough" in capsys.readouterr().out
 
 
+def test_the_list_of_commands_says_whole_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    listed = " ".join(out.split())
+    for name in ("simulate", "walkthrough", "generate", "serve"):
+        summary = str(getattr(commands, name).__doc__).partition("\n\n")[0]
+        assert f"{name} {summary.rstrip('.')}" in listed
+    assert "..." not in out.partition("Commands:")[2]
+
+
+def test_an_interruption_while_the_command_still_loads_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "pagedkv", "--version"],
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\n")
+
+
 @pytest.mark.parametrize("arguments", [["walkthrough"], ["--version"]])
 def test_a_reader_that_has_enough_gets_no_traceback(arguments: list[str]) -> None:
     reader, writer = os.pipe()
@@ -131,7 +157,7 @@ def test_a_reader_that_has_enough_gets_no_traceback(arguments: list[str]) -> Non
 def test_the_command_loads_what_a_subcommand_needs_only_for_that_one() -> None:
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", "import pagedkv.cli.main, sys; print(*sys.modules)"],
+        [sys.executable, "-c", "import pagedkv.cli.commands, sys; print(*sys.modules)"],
         capture_output=True,
         env={**os.environ, "PYTHONPATH": path},
         text=True,

@@ -1,90 +1,48 @@
-"""The command `pagedkv`: finds the subcommand, and turns errors into one line.
+"""The command `pagedkv`: runs a subcommand, and turns errors into one line.
 
-Each subcommand is a function in a module of its own, registered here. Such a module imports what
-is slow to load inside the function, so that `pagedkv --help` and the other commands stay quick.
+Importing this takes no time, and what does is imported inside `run`, so that Ctrl-C finds
+somebody to answer it almost as soon as Python itself has begun.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, cast
+from typing import cast
 
-import typer
-from typer.core import TyperCommand
-
-from pagedkv._version import __version__
-from pagedkv.cli.generate import generate
-from pagedkv.cli.serve import serve
-from pagedkv.cli.simulate import simulate
-from pagedkv.cli.walkthrough import walkthrough
 from pagedkv.errors import PagedKVError
 
 BROKEN_PIPE = 1  # as Rich has it, who may notice before we do
 BAD_INPUT = 2
 INTERRUPTED = 130
 
-# Bases of Typer's own errors. They are defined elsewhere from one of its releases to the next.
-_USAGE_ERROR, _ANY_ERROR = cast("list[type[Exception]]", typer.BadParameter.__mro__[1:3])
-
-
-class Command(TyperCommand):
-    """A command that says when it must compile, and whose help groups its options by panel.
-
-    The groups are plain: Typer's own boxes leave names and defaults no room at 80 columns.
-    """
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command; help and mistakes in the command line never come here."""
-        from pagedkv.compiling import on_first_compilation
-
-        with on_first_compilation(_say_compiling):
-            return super().invoke(ctx)
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments and options, those of one panel together."""
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                is_argument = parameter.param_type_name == "argument"
-                panel = getattr(parameter, "rich_help_panel", None)
-                name = panel or ("Arguments" if is_argument else "Options")
-                groups.setdefault(name, []).append(record)
-        for name, records in groups.items():
-            with formatter.section(name):
-                formatter.write_dl(records, col_max=24)
-
-
-app = typer.Typer(
-    name="pagedkv",
-    help="Page-based memory for the key-value cache of language models.",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+_TYPES = (("integer", "whole number"), ("number", "number"))
+_BOUNDS = (
+    ("Input should be less than or equal to", "give at most"),
+    ("Input should be greater than or equal to", "give at least"),
+    ("Value error, ", ""),
 )
-app.command(cls=Command)(simulate)
-app.command(cls=Command)(walkthrough)
-app.command(cls=Command)(generate)
-app.command(cls=Command)(serve)
-
-
-@app.callback(invoke_without_command=True)
-def _pagedkv(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
-    if version:
-        print(f"pagedkv {__version__}")
-        raise typer.Exit
-    if context.invoked_subcommand is None:
-        print(context.get_help())
+"""How Typer's checker, where it is pydantic, says things, and how they are said here."""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status; what it prints goes to the standard streams."""
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(arguments: Sequence[str]) -> int:
+    import typer
+
+    from pagedkv.cli.commands import app
+
+    # Bases of Typer's own errors. They are defined elsewhere from one of its releases to the next.
+    usage_error, any_error = cast("list[type[Exception]]", typer.BadParameter.__mro__[1:3])
     try:
         status = typer.main.get_command(app)(
             args=list(arguments),
@@ -103,15 +61,13 @@ def run(arguments: Sequence[str]) -> int:
         # What could not be written is still in the buffer, and would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _fail(f"standard output: {error.strerror or error}")
-    except (KeyboardInterrupt, typer.Abort):
-        print(file=sys.stderr)
-        return INTERRUPTED
+    except typer.Abort:
+        raise KeyboardInterrupt from None
     except PagedKVError as error:
         return _fail(str(error))
-    except _ANY_ERROR as error:
-        message = getattr(error, "format_message", error.__str__)().rstrip(".")
-        message = message.replace("Value error, ", "")  # Typer's checker talks of itself
-        if isinstance(error, _USAGE_ERROR):
+    except any_error as error:
+        message = _in_our_words(error).rstrip(".")
+        if isinstance(error, usage_error):
             context = getattr(error, "ctx", None)
             message += f": see {context.command_path if context else 'pagedkv'} --help"
         return _fail(message[:1].lower() + message[1:])
@@ -122,8 +78,17 @@ def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
 
-def _say_compiling() -> None:
-    print("pagedkv: compiling for this machine, once; takes under 30 seconds", file=sys.stderr)
+def _in_our_words(error: Exception) -> str:
+    """What Typer says of a wrong command line, without the words of its checker."""
+    message = str(getattr(error, "format_message", error.__str__)())
+    found: list[dict[str, object]] = getattr(error.__context__, "errors", list)()
+    value = f"{found[0]['input']!r} is" if found else "this is"
+    for theirs, ours in _TYPES:
+        pattern = rf"Input should be a valid {theirs}\b.*"
+        message = re.sub(pattern, lambda _, ours=ours: f"{value} no {ours}", message)  # type: ignore[misc]
+    for theirs, ours in _BOUNDS:
+        message = message.replace(theirs, ours)
+    return message
 
 
 def _fail(message: str) -> int:
