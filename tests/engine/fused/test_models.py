@@ -44,7 +44,7 @@ class _Causal:
         scores = q @ k.transpose(1, 2) * (query.shape[2] ** -0.5 if scale is None else scale)
         later = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
         weights = scores.masked_fill(later, -torch.inf).softmax(-1)
-        return (weights @ v).transpose(0, 1).to(query.dtype)
+        return (weights @ v).transpose(0, 1).to(query.dtype).contiguous()
 
 
 def logits(model: PagedModel) -> torch.Tensor:
