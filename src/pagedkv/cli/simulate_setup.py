@@ -254,6 +254,9 @@ def settings_of(
     needs_no_gpu = given.is_measured or given.by_step or is_timed_by_itself
     if not (needs_no_gpu and given.sizes_memory):
         settings |= {"gpu": gpu_by_name(given.gpu).name, "num-gpus": given.num_gpus}
+    if is_timed_by_itself and memory.bytes_per_token is None:
+        for name in ("model", "kv-dtype"):  # that nobody named, and that had no say
+            del settings[name]
     if given.is_measured:
         settings |= {"prefill-rate": given.prefill_rate, "step-time": given.step_time}
     return settings
