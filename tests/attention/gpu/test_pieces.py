@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from itertools import pairwise
 from typing import Any
 
@@ -242,3 +243,59 @@ def test_what_a_fixed_plan_has_no_room_for_is_refused_and_leaves_it_as_it_was() 
     with pytest.raises(ValueError, match="holds nothing"):
         DecodePlan(0, 3, machine=machine(), kinds=[])
     assert torch.equal(plan._regions[0].there, before)
+
+
+def dealt(plan: Plan, of: LayerKind, here: Machine) -> tuple[float, float]:
+    """When a batch of decodes ends that is dealt out piece by piece, longest first, and the mean of
+    what all programs read; both in tokens."""
+    [launch] = plan.cut(of).launches
+    sizes = (launch.pieces[:, pieces.STOP] - launch.pieces[:, pieces.FIRST]).tolist()
+    assert sizes == sorted(sizes, reverse=True)
+    num_programs = here.num_processors * launch.tile.programs_each
+    free_at = [0] * (num_programs // of.num_kv_heads)
+    for size in sizes:
+        heapq.heapreplace(free_at, free_at[0] + size + pieces._STARTING)
+    return max(free_at), sum(sizes) * of.num_kv_heads / num_programs
+
+
+LONG_ENOUGH = 4096
+
+
+@pytest.mark.parametrize("num", [*range(7, 257, 31), 50, 100, 101, 149, 150, 151, 199, 200, 256])
+@pytest.mark.parametrize("length", [LONG_ENOUGH, 32_768])
+def test_no_round_of_a_batch_of_long_contexts_is_left_nearly_empty(num: int, length: int) -> None:
+    """Uncut, 100 contexts on a device that reads 49 at a time take three rounds for two."""
+    of, here = kind(), machine()
+    lengths = np.full(num, length, dtype=np.int64)
+    plan = Plan(tables_for(lengths), lengths, np.arange(num + 1), machine=here, kinds=[of])
+    end, mean = dealt(plan, of, here)
+    assert end < 1.4 * mean
+    uncut = -(-num // (here.num_processors * 3 // of.num_kv_heads)) * (length + pieces._STARTING)
+    assert end <= 1.05 * uncut
+
+
+@given(data=st.data())
+def test_a_batch_never_ends_later_for_being_cut(data: st.DataObject) -> None:
+    of, here = kind(num_kv_heads=data.draw(st.sampled_from([1, 2, 8]))), machine()
+    kinds_of_length = st.integers(1, 50) | st.integers(900, 1100) | st.sampled_from([4096, 30_000])
+    lengths = np.array(data.draw(st.lists(kinds_of_length, min_size=1, max_size=256)), np.int64)
+    plan = Plan(tables_for(lengths), lengths, np.arange(len(lengths) + 1), machine=here, kinds=[of])
+    end, _ = dealt(plan, of, here)
+    # As many pieces as sequences, and three rounds of the device.
+    [launch] = plan.cut(of).launches
+    most = len(lengths) + here.most_extra(of, launch.tile)
+    assert len(launch.pieces) <= most
+    assert here.most_extra(of, launch.tile) * of.num_kv_heads < 3 * 132 * 3 + of.num_kv_heads
+    free_at = [0] * (here.num_processors * launch.tile.programs_each // of.num_kv_heads)
+    for length in sorted(lengths.tolist(), reverse=True):
+        heapq.heapreplace(free_at, free_at[0] + length + pieces._STARTING)
+    assert end <= max(free_at)
+
+
+def test_three_that_are_left_over_do_not_cost_a_round() -> None:
+    """Two long contexts among 48 of 1,000 tokens: the last of these would end alone."""
+    of, here = kind(), machine()
+    lengths = np.array([30_000] * 2 + [1000] * 46, dtype=np.int64)
+    plan = Plan(tables_for(lengths), lengths, np.arange(49), machine=here, kinds=[of])
+    end, mean = dealt(plan, of, here)
+    assert end < 1.3 * mean

@@ -42,6 +42,12 @@ ENTRY_COLUMNS = 5
 _STARTING = 64
 """What starting a piece costs, in tokens that could have been read meanwhile."""
 
+_ROUNDS_UNCUT = 8
+"""A batch whose mean is so many times its longest context is not cut."""
+
+_DEALT = 4
+"""Spans for which the batch is dealt out: some 10 µs each."""
+
 
 @compiled
 def check(
@@ -212,8 +218,10 @@ def best_span(
 ) -> int:
     """Tokens of a piece, a multiple of `tokens`, with which the whole batch should end soonest.
 
-    All programs together read at one rate, so a batch takes as long as the mean of what they
-    read; or as long as its longest pieces, where these do not fill whole rounds of programs.
+    All programs together read at one rate, so a batch takes no less than the mean of what they
+    read; nor than the rounds of programs that its full pieces fill. Of the spans for which that is
+    least, and of not cutting at all, the batch is dealt out as a device deals it (`end_of`): that
+    tells what a few pieces cost that are left over when all others have ended.
     """
     longest = 0
     total = 0
@@ -225,14 +233,19 @@ def best_span(
     if longest <= 2 * tokens or most_extra <= 0:
         return whole
     mean = total * num_kv_heads / num_programs
-    if mean >= 2 * longest:  # what is long is begun first, and ends with the rest
+    # What is long is begun first and ends with the rest: an eighth can be lost at most.
+    if mean >= _ROUNDS_UNCUT * longest:
         return whole
-    best = whole
-    least = -1.0
+    # Room for every candidate: their number of cuts grows by a ninth at least.
+    spans = np.empty(200, dtype=np.int64)
+    costs = np.empty(200, dtype=np.float64)
+    count = 0
     num_cuts = 1
     while num_cuts * tokens <= longest:
         span = ((longest + num_cuts - 1) // num_cuts + tokens - 1) // tokens * tokens
         num_cuts = max(num_cuts + 1, num_cuts * 9 // 8)
+        if count > 0 and spans[count - 1] == span:
+            continue
         num_pieces = 0
         num_full = 0
         is_cut = False
@@ -245,16 +258,85 @@ def best_span(
             num_full += parts - 1 + int((size - (parts - 1) * span) * 2 > span)
         if num_pieces > len(groups) + most_extra:
             continue
-        # A part is written and read again: two tokens' worth for each of its rows.
-        each = _STARTING + (2 * min(rows, 64) if is_cut else 0)
+        each = starting_cost(rows, is_cut)
         rounds = (num_full * num_kv_heads + num_programs - 1) // num_programs
-        cost = max(
+        costs[count] = max(
             rounds * (span + each),
             mean + each * num_pieces * num_kv_heads / num_programs,
         )
         if is_cut:
-            cost += _STARTING
-        if least < 0 or cost < least:
-            least = cost
-            best = span
+            costs[count] += _STARTING
+        spans[count] = span
+        count += 1
+    order = np.argsort(costs[:count], kind="mergesort")
+    best = whole
+    least = end_of(groups, num_kv_heads, tokens, num_programs, rows, whole)
+    num_dealt = 0
+    for i in order:
+        if costs[i] >= least or num_dealt == _DEALT:
+            break
+        if spans[i] == whole:
+            continue
+        end = end_of(groups, num_kv_heads, tokens, num_programs, rows, spans[i])
+        num_dealt += 1
+        if end < least:
+            least = end
+            best = spans[i]
     return best
+
+
+@compiled
+def starting_cost(rows: int, is_cut: bool) -> int:
+    """Tokens that could have been read while a piece begins, and a part is written and read again:
+    two tokens' worth for each of its rows."""
+    return _STARTING + (2 * min(rows, 64) if is_cut else 0)
+
+
+@compiled
+def end_of(
+    groups: NDArray[np.int64],
+    num_kv_heads: int,
+    tokens: int,
+    num_programs: int,
+    rows: int,
+    span: int,
+) -> float:
+    """When a batch in pieces of `span` ends, in tokens that one program reads until then.
+
+    The longest piece goes first, each to whoever is free first: as many at a time as the device
+    has programs for all KV heads of a piece.
+    """
+    num_pieces = 0
+    for i in range(len(groups)):
+        num_pieces += parts_of(groups[i], tokens, span)
+    sizes = np.empty(num_pieces, dtype=np.int64)
+    count = 0
+    is_cut = False
+    for i in range(len(groups)):
+        parts = parts_of(groups[i], tokens, span)
+        is_cut |= parts > 1
+        each = starting_cost(rows, parts > 1)
+        size = groups[i, STOP] - groups[i, FIRST] // tokens * tokens
+        for part in range(parts):
+            sizes[count] = -(min(span, size - part * span) + each)
+            count += 1
+    sizes.sort()
+    # A heap: of those whose numbers are 2 i + 1 and 2 i + 2, none is free before the i-th.
+    free_at = np.zeros(max(1, num_programs // num_kv_heads), dtype=np.int64)
+    end = 0
+    for i in range(num_pieces):
+        done = free_at[0] - sizes[i]
+        end = max(end, done)
+        place = 0
+        while True:
+            below = 2 * place + 1
+            if below >= len(free_at):
+                break
+            if below + 1 < len(free_at) and free_at[below + 1] < free_at[below]:
+                below += 1
+            if free_at[below] >= done:
+                break
+            free_at[place] = free_at[below]
+            place = below
+        free_at[place] = done
+    return float(end + _STARTING) if is_cut else float(end)

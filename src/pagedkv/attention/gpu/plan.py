@@ -43,8 +43,8 @@ class Machine:
         return tiles_for(kind, self.shared_bytes)
 
     def most_extra(self, kind: LayerKind, tile: Tile) -> int:
-        """Pieces that cutting contexts may add to a batch: two rounds of the device."""
-        return -(-2 * self.num_processors * tile.programs_each // kind.num_kv_heads)
+        """Pieces that cutting contexts may add to a batch: three rounds of the device."""
+        return -(-3 * self.num_processors * tile.programs_each // kind.num_kv_heads)
 
 
 @dataclass(frozen=True)
