@@ -140,9 +140,7 @@ def _robust_rates(work: NDArray[np.float64], took_s: NDArray[np.float64]) -> NDA
     largest = work.max(axis=0)
     largest[largest == 0] = 1.0
     work = work / largest  # tokens and pairs are millions apart
-    # Told times are not known yet: as shares of the times that were taken, a step that took a
-    # hundred times its time pulls no more than any other.
-    weight = 1.0 / np.maximum(took_s, np.median(took_s))
+    weight = np.ones_like(took_s)
     rates = np.zeros(work.shape[1])
     for _ in range(_TURNS):
         before, rates = rates, _nonnegative_rates(work, took_s, weight)
