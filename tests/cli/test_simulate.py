@@ -12,7 +12,8 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ import zstandard
 from pagedkv import __version__
 from pagedkv.cli import main
 from pagedkv.cli import simulate_request as asked
-from pagedkv.simulate import paper, simulator
+from pagedkv.simulate import paper, report, simulator
 from pagedkv.simulate import trace_formats as formats
 from pagedkv.simulate.built_in_models import BUILT_IN_CONFIGS
 from pagedkv.simulate.gpus import GPUS
@@ -129,6 +130,10 @@ MOONCAKE_LINE = '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash
         (b"[1, 2]\n", ["trace, line 1"]),
         (MOONCAKE_LINE.encode() + b"{oh\n", ["trace, line 2", "is not JSON"]),
         (
+            MOONCAKE_LINE.encode() + b'{"timestamp',
+            ["trace, line 2: is not JSON: Unterminated string starting at column 2"],
+        ),
+        (
             MOONCAKE_LINE.replace("600", "-600").encode(),
             ["trace, line 1", "field 'input_length'"],
         ),
@@ -168,7 +173,16 @@ def test_a_bad_trace_is_refused_with_its_place(
         (".", ".: is a folder, not a trace file"),
         ("--workload poetry", "unknown workload 'poetry': choose from chat, "),
         ("--model llama-9", "unknown model 'llama-9': did you mean"),
-        ("--model .", "unknown model '.'"),
+        ("--model .", "model .: the folder has no config.json"),
+        ("--model ''", "the model is empty: name one"),
+        ("--model /nonexistent/config.json", "model /nonexistent/config.json: no such file\n"),
+        ("--model ./nonexistent", "model ./nonexistent: no such file\n"),
+        ("--model nonexistent.json", "model nonexistent.json: no such file\n"),
+        ("''", "TRACE is empty: give a file, - for standard input"),
+        ("--memory 24", "--memory 24 (24 bytes, without a unit) has no room for one block of 16"),
+        ("--memory 24", "for GiB write --memory 24GiB"),
+        ("--num-gpus 1000000000", "give fewer --num-gpus or a larger --block-size"),
+        ("--requests 1e3", "invalid value for '--requests': '1e3' is no whole number: see"),
         ("--gpu H900", "unknown GPU 'H900': did you mean"),
         ("--memory '24 GiBs'", "--memory: '24 GiBs' has an unknown unit 'GiBs'"),
         ("--memory 1e400GiB", "--memory: '1e400GiB' is too large"),
@@ -186,24 +200,27 @@ def test_a_bad_trace_is_refused_with_its_place(
         ("--num-gpus 0", "--num-gpus is 0"),
         ("--max-model-len 0", "--max-model-len is 0"),
         ("--max-num-seqs 0", "--max-num-seqs is 0"),
-        ("--max-num-batched-tokens 100", "give at least max-num-seqs, 256"),
-        ("--watermark 1", "watermark is 1.0"),
-        ("--watermark nan", "watermark is nan"),
-        ("--rate 0", "a rate of 0.0 requests a second"),
+        (
+            "--max-num-batched-tokens 100",
+            "--max-num-batched-tokens is 100: give at least --max-num-s",
+        ),
+        ("--watermark 1", "--watermark is 1: give from 0 to below 1"),
+        ("--watermark nan", "--watermark is nan"),
+        ("--rate 0", "--rate is 0: give 1e-06 to 1e+09 requests a second"),
         ("--rate 1e9 --requests 5", "a rate of 1e+09 requests a second: the 900 s of conv"),
-        ("--rate 1e300 --requests 5", "a rate of 1e+300 requests a second"),
-        ("--rate 1e-320", "a rate of 1e-320 requests a second"),
-        ("--rate inf", "a rate of inf requests a second"),
-        ("--seed -1", "a seed of -1"),
+        ("--rate 1e300 --requests 5", "--rate is 1e+300: give"),
+        ("--rate 1e-320", "--rate is 9.99989e-321: give"),
+        ("--rate inf", "--rate is inf: give"),
+        ("--seed -1", "--seed is -1: give 0 or more"),
         ("--duration soon", "--duration: 'soon' is no number with a unit"),
         ("--duration 5m", "--duration: '5m' has an unknown unit 'm'"),
         ("--duration 0s", "--duration: '0s' is not above 0"),
         ("--step-time 20ms", "belong together: add --prefill-rate"),
         ("--prefill-rate 9000", "belong together: add --step-time"),
-        ("--prefill-rate -1 --step-time 20ms", "prefill rate is -1"),
-        ("--prefill-rate 1e-300 --step-time 1ms", "prefill rate is 1e-300 tokens/s"),
+        ("--prefill-rate -1 --step-time 20ms", "--prefill-rate is -1: give"),
+        ("--prefill-rate 1e-300 --step-time 1ms", "--prefill-rate is 1e-300: give"),
         ("--prefill-rate 9000 --step-time 0", "--step-time: '0' is not above 0"),
-        ("--prefill-rate 9000 --step-time 1e300", "step time is 1e+300 s"),
+        ("--prefill-rate 9000 --step-time 1e300", "--step-time 1e300: give"),
         ("--scheme reserve-half", "invalid value for '--scheme'"),
         ("--placement worst-fit", "invalid value for '--placement'"),
         ("--arrivals never", "invalid value for '--arrivals'"),
@@ -247,7 +264,19 @@ def test_a_bad_option_is_refused_by_name(
         ),
         (
             "--preset pagedattention-paper --no-prefix-caching",
-            "leave out --prefix-caching",
+            "leave out --no-prefix-caching",
+        ),
+        (
+            "--scheme paged --placement buddy",
+            "--placement changes nothing on paged memory: leave it out",
+        ),
+        (
+            "--scheme reserve-max --no-prefix-caching",
+            "--no-prefix-caching changes nothing without paged memory: leave it out",
+        ),
+        (
+            "--scheme reserve-max --scheme reserve-pow2 --watermark 0.5",
+            "--watermark changes nothing without paged memory",
         ),
     ],
 )
@@ -278,7 +307,6 @@ def test_a_gpu_still_counts_where_only_one_of_memory_and_step_time_is_given(
     ("path", "problem"),
     [
         ("folder", "folder: it is a directory, name a file in it"),
-        ("", ": it is a directory"),
         ("nowhere/file", "nowhere/file: cannot be written: No such file or directory"),
         ("trace/file", "trace/file: cannot be written: Not a directory"),
         ("x" * 300, "cannot be written: File name too long"),
@@ -302,6 +330,91 @@ def test_a_place_that_cannot_be_written_is_found_before_anything_is_read(
     assert_refused(simulate("trace", option, path), f"{option} {path}: ", problem)
     assert files() == ["folder", "trace"]
     assert os.listdir("folder") == []
+
+
+@pytest.mark.parametrize("option", ["--report", "--json"])
+def test_an_empty_name_of_a_file_is_called_empty(
+    option: str, simulate: Callable[..., Outcome]
+) -> None:
+    assert_refused(simulate(option, ""), f"pagedkv: {option} is empty: name a file\n")
+
+
+@pytest.mark.parametrize("option", ["--report", "--json"])
+@pytest.mark.parametrize("way", ["same", "dotted", "link", "linked", "hard", "model", "folder"])
+def test_no_output_is_written_over_an_input(
+    option: str, way: str, simulate: Callable[..., Outcome]
+) -> None:
+    Path("trace").write_text(MOONCAKE)
+    Path("model").mkdir()
+    Path("model/config.json").write_text("{}")
+    Path("link").symlink_to("trace")
+    os.link("trace", "hard")
+    read, written = {
+        "same": ("trace", "trace"),
+        "dotted": ("trace", "model/../trace"),
+        "link": ("link", "trace"),
+        "linked": ("trace", "link"),
+        "hard": ("trace", "hard"),
+        "model": ("--model model/config.json", "model/config.json"),
+        "folder": ("--model model", "model/config.json"),
+    }[way]
+    called = "--model" if "model" in read else "TRACE"
+    outcome = simulate(*read.split(), option, written)
+    assert_refused(outcome, f"{option} {written}: it is {called}, and read: choose another path")
+    assert Path("trace").read_text() == MOONCAKE
+    assert Path("model/config.json").read_text() == "{}"
+    assert files() == ["hard", "link", "model", "trace"]
+
+
+@pytest.mark.parametrize(
+    ("output", "named"),
+    [
+        (["--json", "trace"], b"--json trace"),
+        (["--json", "-"], b"--json -"),
+        ([], b"standard output"),
+    ],
+)
+def test_what_standard_input_comes_from_is_an_input_too(output: list[str], named: bytes) -> None:
+    Path("trace").write_text(MOONCAKE)
+    with open("trace", "rb") as read, open("trace", "ab") as written:
+        process = as_process(
+            "-", "--no-report", *output, stdin=read, stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL if output[1:] == ["trace"] else written,
+        )  # fmt: skip
+        _, err = process.communicate()
+    assert process.returncode == 2
+    assert err == (
+        b"pagedkv: " + named + b": it is what TRACE comes from, and read: choose another path\n"
+    )
+    assert Path("trace").read_text() == MOONCAKE
+
+
+@pytest.fixture
+def unprivileged(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Be bound by permissions, which root is not, in a folder of one's own."""
+    with tempfile.TemporaryDirectory() as folder:  # whose way is open, unlike that of tmp_path
+        monkeypatch.chdir(folder)
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.chown(folder, 65534, -1)
+            os.seteuid(65534)
+        yield
+        if is_root:
+            os.seteuid(0)
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("option", ["--report", "--json"])
+def test_a_protected_file_is_refused_before_anything_is_simulated(
+    option: str, simulate: Callable[..., Outcome], unprivileged: None
+) -> None:
+    Path("protected").write_text("mine")
+    Path("protected").chmod(0o444)
+    outcome = simulate("--requests", "5", option, "protected")
+    assert_refused(outcome, f"{option} protected: cannot be written: Permission denied")
+    assert Path("protected").read_text() == "mine"
+    assert Path("protected").stat().st_mode & 0o777 == 0o444
+    assert files() == ["protected"]
 
 
 def test_a_report_does_not_go_to_standard_output(simulate: Callable[..., Outcome]) -> None:
@@ -742,6 +855,28 @@ def test_an_interruption_leaves_the_old_report_and_nothing_half_written(
     assert outcome.out == "" and outcome.err.strip() == ""
     assert files() == ["report.html"]
     assert Path("report.html").read_text() == "the old one"
+
+
+def test_an_interruption_while_writing_leaves_both_files_or_neither(
+    simulate: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as while_drawing:
+        while_drawing.setattr(report, "report_html", interrupted)
+        assert simulate("--requests", "5", "--json", "all.json").status == 130
+    assert files() == []
+    really_replace = Path.replace
+
+    def interrupted_once_done(self: Path, target: Path) -> Path:
+        done = really_replace(self, target)
+        signal.raise_signal(signal.SIGINT)
+        return done
+
+    monkeypatch.setattr(Path, "replace", interrupted_once_done)
+    assert simulate("--requests", "5", "--json", "all.json").status == 130
+    assert files() == ["all.json", "report.html"]
 
 
 def test_ctrl_c_in_a_real_process_is_status_130_and_no_traceback() -> None:

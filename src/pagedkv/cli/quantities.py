@@ -38,6 +38,16 @@ def parse_bytes(text: str, *, option: str) -> int:
     return value
 
 
+def is_bare(text: str) -> bool:
+    """Whether a size or a time is a number without a unit, which may have been forgotten.
+
+    >>> is_bare("24"), is_bare("24B")
+    (True, False)
+    """
+    match = _NUMBER.fullmatch(text)
+    return match is not None and not match[2]
+
+
 def parse_seconds(text: str, *, option: str) -> float:
     """A time in seconds: `20ms`, `1.5s`, `10min`, `1h`, a bare number is seconds.
 

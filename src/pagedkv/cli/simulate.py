@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagedkv.cli.files import STANDARD_OUTPUT, check_writable, same_file
+from pagedkv.cli.files import STANDARD_STREAM, check_writable, refuse_overwriting, same_file
 from pagedkv.cli.simulate_request import (
     Arrivals,
     Given,
@@ -242,7 +243,7 @@ def simulate(
         float,
         typer.Option(
             metavar="SHARE",
-            help="Share of the blocks, 0 to 1, that admission leaves free.",
+            help="Share of the blocks, from 0 to below 1, that admission leaves free.",
             rich_help_panel=_SCHEDULER,
         ),
     ] = 0.01,
@@ -318,6 +319,10 @@ def simulate(
     check_writable("--json", json)
     if report_path is not None and json is not None and same_file(report_path, json):
         raise InvalidInput(f"--report and --json are both {json}: give two names")
+    refuse_overwriting(
+        {"--report": report_path, "--json": json},
+        {"TRACE": trace, "--model": _model_file(model)},
+    )
     variations = parse_variations(what_if or ())
     result: SimulationResult | WhatIfResult
     with progress(colour) as bars:
@@ -368,12 +373,20 @@ def simulate(
 
 def _report_path(report: str, no_report: bool, typed: dict[str, str]) -> str | None:
     if not no_report:
-        if report == STANDARD_OUTPUT:
+        if report == STANDARD_STREAM:
             raise InvalidInput("--report -: a report is a page for a browser, name a file")
         return report
     if "report" in typed:
         raise InvalidInput("--report and --no-report: give one")
     return None
+
+
+def _model_file(model: str) -> str | None:
+    """The config.json that is read, or None for a model that is built in."""
+    from pagedkv.simulate.model_geometry import config_file
+
+    path = config_file(model)
+    return None if path is None else str(path)
 
 
 def _command(context: typer.Context) -> str:
@@ -387,25 +400,23 @@ class _Forms:
     """What can be made of a result, of a simulation as of a what-if."""
 
     as_json: Callable[[], dict[str, Any]]
-    write_json: Callable[[str], None]
-    write_report: Callable[[str], None]
+    as_page: Callable[[], str]
     print_tables: Callable[[Console], None]
 
 
 def _forms_of(result: SimulationResult | WhatIfResult) -> _Forms:
-    from pagedkv.simulate.report import write_report
-    from pagedkv.simulate.result_json import as_json, write_json
+    from pagedkv.simulate.report import report_html
+    from pagedkv.simulate.result_json import as_json
     from pagedkv.simulate.results import WhatIfResult
     from pagedkv.simulate.table import print_paper_comparison, print_result
-    from pagedkv.simulate.what_if_json import what_if_as_json, write_what_if_json
-    from pagedkv.simulate.what_if_report import write_what_if_report
+    from pagedkv.simulate.what_if_json import what_if_as_json
+    from pagedkv.simulate.what_if_report import what_if_html
     from pagedkv.simulate.what_if_table import print_what_if
 
     if isinstance(result, WhatIfResult):
         return _Forms(
             partial(what_if_as_json, result),
-            partial(write_what_if_json, result),
-            partial(write_what_if_report, result),
+            partial(what_if_html, result),
             partial(print_what_if, result),
         )
 
@@ -417,24 +428,30 @@ def _forms_of(result: SimulationResult | WhatIfResult) -> _Forms:
 
     return _Forms(
         partial(as_json, result),
-        partial(write_json, result),
-        partial(write_report, result),
+        partial(report_html, result),
         print_tables,
     )
 
 
 def _write(forms: _Forms, report: str | None, json: str | None) -> None:
-    if json is not None and json != STANDARD_OUTPUT:
-        forms.write_json(json)
+    """Both files or, whatever interrupts it, neither."""
+    from pagedkv.simulate.report_page import page_bytes
+    from pagedkv.simulate.result_json import json_bytes
+    from pagedkv.simulate.whole_file import write_together
+
+    contents: dict[str | os.PathLike[str], bytes] = {}
+    if json is not None and json != STANDARD_STREAM:
+        contents[json] = json_bytes(forms.as_json())
     if report is not None:
-        forms.write_report(report)
+        contents[report] = page_bytes(forms.as_page())
+    write_together(contents)
 
 
 def _print(forms: _Forms, report: str | None, json: str | None, console: Console) -> None:
     from rich.text import Text
 
     written = console
-    if json == STANDARD_OUTPUT:
+    if json == STANDARD_STREAM:
         print(dumps(forms.as_json(), allow_nan=False))
         written = type(console)(stderr=True, color_system=None)
     else:

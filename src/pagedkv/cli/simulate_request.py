@@ -134,7 +134,10 @@ def typed_parameters(context: typer.Context) -> dict[str, str]:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             is_argument = parameter.param_type_name == "argument"
-            typed[name] = "TRACE" if is_argument else parameter.opts[0]
+            flags = parameter.opts
+            if context.params[name] is False and parameter.secondary_opts:
+                flags = parameter.secondary_opts
+            typed[name] = "TRACE" if is_argument else flags[0]
     return typed
 
 
@@ -175,6 +178,11 @@ def refuse_conflicts(given: Given, typed: dict[str, str]) -> None:
         if value is not None and not 1 <= value <= MOST:
             bound = "at least 1" if value < 1 else f"at most {MOST:,}"
             raise InvalidInput(f"{option} is {value}: give {bound}")
+    _refuse_out_of_range(given)
+    if given.trace == "":
+        raise InvalidInput(
+            "TRACE is empty: give a file, - for standard input, or leave it out for a workload"
+        )
     if given.trace is not None:
         for name in _OF_A_WORKLOAD:
             if name in typed:
@@ -192,6 +200,7 @@ def refuse_conflicts(given: Given, typed: dict[str, str]) -> None:
                 )
         if given.schemes not in ((), (Scheme.PAGED.value,)):
             raise InvalidInput("--by-step repeats what paged memory did: leave out other schemes")
+    _refuse_for_schemes(given, typed)
     if given.memory is not None and given.num_blocks is not None:
         raise InvalidInput("--memory and --num-blocks both size the memory: give one")
     if given.is_measured and (given.prefill_rate is None or given.step_time is None):
@@ -204,6 +213,40 @@ def refuse_conflicts(given: Given, typed: dict[str, str]) -> None:
                     f"{typed[name]} changes nothing where memory and step time are given: leave "
                     "it out"
                 )
+
+
+def _refuse_out_of_range(given: Given) -> None:
+    from pagedkv.simulate.step_time import PREFILL_RATES_TOKENS_PER_S
+    from pagedkv.simulate.workloads import RATES_PER_S
+
+    for option, rate, (least, most), of in (
+        ("--rate", given.rate, RATES_PER_S, "requests"),
+        ("--prefill-rate", given.prefill_rate, PREFILL_RATES_TOKENS_PER_S, "prompt tokens"),
+    ):
+        if rate is not None and not least <= rate <= most:
+            raise InvalidInput(f"{option} is {rate:g}: give {least:g} to {most:g} {of} a second")
+    if given.seed < 0:
+        raise InvalidInput(f"--seed is {given.seed}: give 0 or more")
+    if given.max_num_batched_tokens < given.max_num_seqs:
+        raise InvalidInput(
+            f"--max-num-batched-tokens is {given.max_num_batched_tokens}: give at least "
+            f"--max-num-seqs, {given.max_num_seqs}, so that no running request waits for a token"
+        )
+    if not 0 <= given.watermark < 1:
+        raise InvalidInput(f"--watermark is {given.watermark:g}: give from 0 to below 1")
+
+
+def _refuse_for_schemes(given: Given, typed: dict[str, str]) -> None:
+    """Raise `InvalidInput` for what only schemes know that are not simulated."""
+    if given.schemes and Scheme.PAGED.value not in given.schemes:
+        for name in ("prefix_caching", "watermark"):
+            if name in typed:
+                raise InvalidInput(
+                    f"{typed[name]} changes nothing without paged memory: leave it out, or add "
+                    "--scheme paged"
+                )
+    if set(given.schemes) == {Scheme.PAGED.value} and "placement" in typed:
+        raise InvalidInput(f"{typed['placement']} changes nothing on paged memory: leave it out")
 
 
 def as_recorded(given: Given, typed: dict[str, str], trace: Trace) -> Given:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from pagedkv._version import __version__
-from pagedkv.cli.files import STANDARD_OUTPUT
+from pagedkv.cli.files import STANDARD_STREAM
 from pagedkv.cli.simulate_request import MOST, RECORDED, Given, Scheme
 from pagedkv.errors import InvalidInput
 
@@ -76,7 +76,7 @@ def memory_of(given: Given, geometry: ModelGeometry, *, model_is_given: bool) ->
     Bytes a token are known where a model was named, and not where the one that nobody asked for
     times the steps of a memory that is given in blocks.
     """
-    from pagedkv.cli.quantities import parse_bytes
+    from pagedkv.cli.quantities import is_bare, parse_bytes
     from pagedkv.simulate.gpus import gpu_by_name
 
     bytes_per_token = geometry.kv_bytes_per_token
@@ -88,7 +88,11 @@ def memory_of(given: Given, geometry: ModelGeometry, *, model_is_given: bool) ->
     if given.memory is not None:
         memory_bytes = parse_bytes(given.memory, option="--memory")
         source = given.memory
-        place, cure = f"--memory {given.memory}", "give more memory or a smaller --block-size"
+        place = f"--memory {given.memory}"
+        cure, less = "give more memory or a smaller --block-size", "give less memory"
+        if is_bare(given.memory):
+            place += f" ({memory_bytes:,} bytes, without a unit)"
+            cure = f"for GiB write --memory {given.memory.strip()}GiB"
     else:
         gpu = gpu_by_name(given.gpu)
         count = "" if given.num_gpus == 1 else f"{given.num_gpus} x "
@@ -99,7 +103,7 @@ def memory_of(given: Given, geometry: ModelGeometry, *, model_is_given: bool) ->
             f"{GPU_MEMORY_UTILIZATION:.0%} of {count}{gpu.name} less "
             f"{geometry.weight_bytes / 2**30:.1f} GiB of weights of {geometry.name}"
         )
-        cure = "give another --gpu, more --num-gpus, or --memory"
+        cure, less = "give another --gpu, more --num-gpus, or --memory", "give fewer --num-gpus"
     block_bytes = bytes_per_token * given.block_size
     num_blocks = memory_bytes // block_bytes
     if num_blocks < 1:
@@ -110,7 +114,7 @@ def memory_of(given: Given, geometry: ModelGeometry, *, model_is_given: bool) ->
     if num_blocks > MOST:
         raise InvalidInput(
             f"{place} has room for {num_blocks:,} blocks of {given.block_size} tokens, and "
-            f"{MOST:,} is the most: give less memory or a larger --block-size"
+            f"{MOST:,} is the most: {less} or a larger --block-size"
         )
     return KVMemory(num_blocks, bytes_per_token, source)
 
@@ -119,16 +123,24 @@ def step_time_of(given: Given, geometry: ModelGeometry) -> StepTime:
     """How long steps take: as measured, or by the roofline of the GPU, or one second each."""
     from pagedkv.cli.quantities import parse_seconds
     from pagedkv.simulate.gpus import gpu_by_name
-    from pagedkv.simulate.step_time import ONE_STEP, measured_step_time, roofline_step_time
+    from pagedkv.simulate.step_time import (
+        LEAST_STEP_S,
+        MOST_S,
+        ONE_STEP,
+        measured_step_time,
+        roofline_step_time,
+    )
 
     if given.by_step:
         return ONE_STEP
     if given.prefill_rate is None or given.step_time is None:
         return roofline_step_time(gpu_by_name(given.gpu), geometry, num_gpus=given.num_gpus)
-    return measured_step_time(
-        prefill_rate_tokens_per_s=given.prefill_rate,
-        base_s=parse_seconds(given.step_time, option="--step-time"),
-    )
+    base_s = parse_seconds(given.step_time, option="--step-time")
+    if not LEAST_STEP_S <= base_s <= MOST_S:
+        raise InvalidInput(
+            f"--step-time {given.step_time}: give {LEAST_STEP_S:g} to {MOST_S:g} seconds"
+        )
+    return measured_step_time(prefill_rate_tokens_per_s=given.prefill_rate, base_s=base_s)
 
 
 def is_timed_by_its_own_steps(given: Given, trace: Trace, typed: Collection[str]) -> bool:
@@ -176,7 +188,7 @@ def config_of(
         remarks.append("what was not given here is as it was in the recorded run")
     if given.by_step:
         remarks.append("time is counted in steps of the recorded run: 1 s is one step")
-    if given.trace == STANDARD_OUTPUT:  # the same sign stands for standard input
+    if given.trace == STANDARD_STREAM:
         remarks.append("the trace came through standard input: running it again needs it there")
     max_model_len = given.max_model_len
     longest = int((trace.prompt_tokens + trace.output_tokens).max())

@@ -34,6 +34,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,11 +120,9 @@ def model_geometry(
         repository, config = BUILT_IN_CONFIGS[built_in]
         fields = _Fields.of(config, f"built-in model {built_in}")
         return _geometry(fields, built_in, f"built in, after {repository}", dtype)
-    path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
-        raise InvalidInput(_unknown(str(model)))
+    path = _path(model)
+    if str(model) == "" or not path.is_file():
+        raise InvalidInput(_missing(str(model)))
     name = path.stem if path.name != "config.json" else path.absolute().parent.name
     return _geometry(_Fields.of(_read(path), str(path)), name, str(path), dtype)
 
@@ -134,12 +133,30 @@ def built_in_name(name: str) -> str | None:
     return short if short in BUILT_IN_CONFIGS else None
 
 
+def config_file(model: str) -> Path | None:
+    """The file that `model_geometry` reads for a name or a path, or None where it reads none."""
+    path = _path(model)
+    return None if built_in_name(model) or not path.is_file() else path
+
+
 def built_in_models() -> tuple[str, ...]:
     """Names of all built-in models, sorted."""
     return tuple(sorted(BUILT_IN_CONFIGS))
 
 
-def _unknown(name: str) -> str:
+def _path(model: str | Path) -> Path:
+    path = Path(model)
+    return path / "config.json" if path.is_dir() else path
+
+
+def _missing(name: str) -> str:
+    """Why there is no model of that name: a list of names helps nobody who gave a path."""
+    if not name:
+        return "the model is empty: name one, or give the path of a config.json"
+    if Path(name).is_dir():
+        return f"model {name}: the folder has no config.json"
+    if name.endswith(".json") or os.path.isabs(name) or name.startswith((".", "~")):
+        return f"model {name}: no such file"
     close = difflib.get_close_matches(
         name.lower().rsplit("/", 1)[-1], BUILT_IN_CONFIGS, n=4, cutoff=0.5
     )
@@ -155,7 +172,8 @@ def _read(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise InvalidInput(f"{path}: cannot be read ({error.strerror})") from None
     except json.JSONDecodeError as error:
-        raise InvalidInput(f"{path}, line {error.lineno}: not JSON ({error.msg})") from None
+        problem = error.msg.removesuffix(" at")  # of some, where a place is to follow
+        raise InvalidInput(f"{path}, line {error.lineno}: not JSON ({problem})") from None
     except UnicodeDecodeError:
         raise InvalidInput(f"{path}: not a JSON text file") from None
     if not isinstance(config, dict):

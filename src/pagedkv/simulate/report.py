@@ -46,6 +46,7 @@ from pagedkv.simulate.report_page import (
     chart,
     definitions_section,
     line_sample,
+    page_bytes,
     page_html,
     prose,
     section,
@@ -69,7 +70,7 @@ def write_report(result: SimulationResult, path: str | os.PathLike[str]) -> None
 
     Raises `InvalidInput` where the path cannot be written.
     """
-    write_whole(path, report_html(result).encode("utf-8", errors="replace"))
+    write_whole(path, page_bytes(report_html(result)))
 
 
 def report_html(result: SimulationResult) -> str:

@@ -59,6 +59,11 @@ def page_html(
     )
 
 
+def page_bytes(page: str) -> bytes:
+    """The page as what a file of it holds: UTF-8, odd file names on Linux included."""
+    return page.encode("utf-8", errors="replace")
+
+
 def section(name: str, title: str, text: str, content: str) -> str:
     """A part of the page with its heading, a paragraph, and what it shows."""
     return (

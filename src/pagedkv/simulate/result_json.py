@@ -102,17 +102,14 @@ def write_json(result: SimulationResult, path: str | os.PathLike[str]) -> None:
 
     Raises `InvalidInput` where the path cannot be written.
     """
-    write_content(as_json(result), path)
+    write_whole(path, json_bytes(as_json(result)))
 
 
-def write_content(content: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a result that is dictionaries and lists already, whole or not at all.
-
-    Raises `InvalidInput` where the path cannot be written.
-    """
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """A result that is dictionaries and lists already, as what a file of it holds: UTF-8."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False)
     # surrogateescape names (odd file names on Linux) must not stop the writing
-    write_whole(path, text.encode("utf-8", errors="replace") + b"\n")
+    return text.encode("utf-8", errors="replace") + b"\n"
 
 
 def heading_of(

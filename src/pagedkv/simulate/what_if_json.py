@@ -12,11 +12,12 @@ from pagedkv.simulate.metrics import METRICS, WASTE
 from pagedkv.simulate.result_json import (
     MEASURED_KEYS,
     heading_of,
+    json_bytes,
     metrics_of,
     plain_json,
-    write_content,
 )
 from pagedkv.simulate.results import WhatIfResult
+from pagedkv.simulate.whole_file import write_whole
 
 FORMAT = "pagedkv-what-if"
 VERSION = 1
@@ -51,7 +52,7 @@ def write_what_if_json(result: WhatIfResult, path: str | os.PathLike[str]) -> No
 
     Raises `InvalidInput` where the path cannot be written.
     """
-    write_content(what_if_as_json(result), path)
+    write_whole(path, json_bytes(what_if_as_json(result)))
 
 
 def what_if_as_json(result: WhatIfResult) -> dict[str, Any]:

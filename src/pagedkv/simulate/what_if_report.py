@@ -17,6 +17,7 @@ from pagedkv.simulate.report_page import (
     chart,
     definitions_section,
     line_sample,
+    page_bytes,
     page_html,
     prose,
     section,
@@ -49,7 +50,7 @@ def write_what_if_report(result: WhatIfResult, path: str | os.PathLike[str]) -> 
 
     Raises `InvalidInput` where the path cannot be written.
     """
-    write_whole(path, what_if_html(result).encode("utf-8", errors="replace"))
+    write_whole(path, page_bytes(what_if_html(result)))
 
 
 def what_if_html(result: WhatIfResult) -> str:

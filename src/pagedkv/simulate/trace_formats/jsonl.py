@@ -44,7 +44,8 @@ def object_of(line: bytes, file: str, number: int) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise TraceError("is not UTF-8 text", file=file, line=number) from error
     except json.JSONDecodeError as error:
-        problem = f"is not JSON: {error.msg} at column {error.colno}"
+        # Some messages end in "at" already.
+        problem = f"is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
         raise TraceError(problem, file=file, line=number) from error
     except (ValueError, RecursionError) as error:  # NaN, endless digits, endless nesting
         raise TraceError("is not JSON that a trace can have", file=file, line=number) from error
