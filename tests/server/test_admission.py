@@ -94,6 +94,7 @@ def test_whoever_may_not_wait_is_told_when_half_of_those_who_do_will_have_gone(
         clock.append(110.0 + i)
         exchange.close()
         if i == 0:
+            clock.append(118.0)
             assert refused(played).retry_after_s == 1  # one end is no pace
     clock.append(130.0)
     assert refused(played).retry_after_s == 30  # ten in 20 seconds, and 15 are to go
