@@ -54,17 +54,19 @@ def test_the_first_sentence_gives_both_numbers_and_their_ratio() -> None:
 
 def test_what_the_prefix_cache_has_done_is_not_credited_to_paging_alone() -> None:
     result = _with_running({"paged": 30.42, "reserve-max": 7.0})
-    first, _, third, _ = headlines(result)
+    first, _, third, _, last = headlines(result)
     assert first == (
         "Paged memory and its prefix cache together hold 30.4 requests at once where reserve-max "
-        "holds 7.0 (4.3 times as many); --no-prefix-caching shows what paging alone does."
+        "holds 7.0 (4.3 times as many)."
     )
+    assert last == "--no-prefix-caching shows what paging alone does."
     assert third.endswith(" under reserve-max, which has no prefix cache.")
 
 
 def test_a_run_in_which_memory_was_never_short_is_told_as_that() -> None:
     result = _with_running({"paged": 3.02, "reserve-max": 3.0})
     assert headlines(result)[0].startswith("At this load memory is not the limit")
+    assert "--no-prefix-caching" not in " ".join(headlines(result))
 
 
 def test_a_run_of_one_scheme_is_told_without_a_rival() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import itertools
 import json
 import re
 import subprocess
@@ -80,6 +81,8 @@ def test_the_command_and_every_setting_are_there_to_run_it_again() -> None:
     assert unescape(re.search(r'id="command">(.*?)</code>', HTML).group(1)) == RESULT.command
     text = _readable(HTML)
     assert all(name in text for name in RESULT.settings)
+    told = _readable(report_html(replace(RESULT, settings={"requests": 2000, "seed": 12345})))
+    assert "requests2,000" in told and "seed12345" in told  # as the first line counts them
     assert all(remark in text for remark in RESULT.remarks)
 
 
@@ -236,6 +239,10 @@ def test_text_and_lines_stand_out_from_their_ground(block: int) -> None:
     for line in ("accent", "scheme-0", "scheme-1", "scheme-2", "scheme-3"):
         assert _contrast(colours[line], colours["card"]) >= 3, line
     assert colours[f"kind-{SHARED.key}"] == SHARED.light
+    lines = [colours[f"scheme-{i}"] for i in range(4)]
+    for one, other in itertools.combinations(lines, 2):
+        assert _contrast(one, other) >= 1.4, (one, other)  # told apart by lightness alone
+    assert _contrast(lines[2], lines[3]) >= 2  # of reserve-pow2 and -exact, which lie close
 
 
 # In a real browser
@@ -338,6 +345,25 @@ def test_a_hostile_name_runs_nothing(browser: Browser, tmp_path: Path) -> None:
     assert "<b>b</b>" in browser.evaluate(
         "document.querySelector('#share .yaxislayer-above').textContent"
     )
+
+
+@pytest_browser
+@pytest.mark.parametrize("width", [1440, 390, 300])
+def test_a_table_wider_than_its_place_says_that_there_is_more(
+    browser: Browser, page: Path, width: int
+) -> None:
+    browser.open(page, width=width, height=900, dark=False, touch=width < 500)
+    told = "[...document.querySelectorAll('.scroll')].map(s => !s.previousElementSibling.hidden)"
+    wide = "[...document.querySelectorAll('.scroll')].map(s => s.scrollWidth > s.clientWidth)"
+    assert browser.evaluate(told) == browser.evaluate(wide)
+    if width != 390:
+        assert any(browser.evaluate(wide)) == (width == 300)
+    if width == 300:
+        browser.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=1440, height=900, deviceScaleFactor=1, mobile=False,
+        )  # fmt: skip
+        browser.wait_for(f"!{told}.some(Boolean)")
 
 
 @pytest_browser

@@ -117,7 +117,7 @@ def test_the_curve_names_the_smallest_memory_for_each_share_and_this_memory() ->
         assert f"{100 * share:g} % of the ceiling" in text
         assert f" {blocks:,} " in text
     assert "the memory simulated here" in text
-    assert "36.6412 %" in text
+    assert "at most 36.64 % can hit" in text  # to the decimals of the rows below
 
 
 def test_what_comes_from_the_user_is_text_and_not_markup() -> None:

@@ -13,11 +13,24 @@ if TYPE_CHECKING:
 
 
 def console_with(colour: bool, *, stderr: bool = False) -> Console:
-    """A console that never highlights by itself; NO_COLOR counts too."""
+    """A console that never highlights by itself; NO_COLOR counts too.
+
+    In a pipe or a file no line ends in spaces, with which Rich fills lines and cells.
+    """
     from rich.console import Console
 
+    class Trimmed(Console):
+        def print(self, *objects: Any, **options: Any) -> None:
+            if self.is_terminal:
+                super().print(*objects, **options)
+                return
+            with self.capture() as captured:
+                super().print(*objects, **options)
+            lines = captured.get().split("\n")
+            self.file.write("\n".join(line.rstrip(" ") for line in lines))
+
     plain = not colour or bool(os.environ.get("NO_COLOR"))
-    return Console(color_system=None if plain else "auto", highlight=False, stderr=stderr)
+    return Trimmed(color_system=None if plain else "auto", highlight=False, stderr=stderr)
 
 
 class Bars:

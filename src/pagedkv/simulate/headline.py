@@ -33,7 +33,7 @@ def paged_and_rival(result: SimulationResult) -> tuple[SchemeResult | None, Sche
 
 
 def headlines(result: SimulationResult) -> tuple[str, ...]:
-    """The result in at most four sentences, the most important first.
+    """The result in at most five sentences, the most important first.
 
     They say as readily that paging wins nothing (memory was never short) as that it wins much.
     """
@@ -42,7 +42,8 @@ def headlines(result: SimulationResult) -> tuple[str, ...]:
         return tuple(_alone(scheme) for scheme in result.schemes[:1])
     sentences = []
     running, running_rival = (show_number(s.running_mean, 1) for s in (paged, rival))
-    if abs(paged.running_mean - rival.running_mean) <= 0.02 * rival.running_mean:
+    is_apart = abs(paged.running_mean - rival.running_mean) > 0.02 * rival.running_mean
+    if not is_apart:
         sentences.append(
             f"At this load memory is not the limit: paged and {rival.scheme} both hold "
             f"{running} requests at once."
@@ -50,10 +51,9 @@ def headlines(result: SimulationResult) -> tuple[str, ...]:
     else:
         hits = bool(paged.hit_rate_first)
         ours = "Paged memory and its prefix cache together hold" if hits else "Paged memory holds"
-        apart = "; --no-prefix-caching shows what paging alone does" if hits else ""
         sentences.append(
             f"{ours} {running} requests at once where {rival.scheme} holds "
-            f"{running_rival}{_times(paged.running_mean, rival.running_mean)}{apart}."
+            f"{running_rival}{_times(paged.running_mean, rival.running_mean)}."
         )
     filled, filled_rival = (filled_share(s) for s in (paged, rival))
     if filled is not None and filled_rival is not None:
@@ -81,6 +81,8 @@ def headlines(result: SimulationResult) -> tuple[str, ...]:
             f"The prefix cache serves {_percent(paged.hit_rate_first)} of the prompt tokens "
             "without computing them again."
         )
+        if is_apart and paged.hit_rate_first:
+            sentences.append("--no-prefix-caching shows what paging alone does.")
     return tuple(sentences)
 
 

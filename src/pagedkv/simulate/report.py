@@ -261,7 +261,7 @@ def _curve_section(result: SimulationResult, figures: dict[str, Figure]) -> str:
         f"The share of prompt blocks that a cache of a given size finds again, exact for every "
         f"size, from one pass over the trace: {curve.accesses:,} accesses to {curve.distinct:,} "
         f"blocks of {curve.block_size} tokens. More memory than the last mark buys nothing: "
-        f"{100 * curve.ceiling:.4f} % is the ceiling.",
+        f"{100 * curve.ceiling:.2f} % is the ceiling.",
         chart(
             "curve",
             "Hit rate over memory size. "

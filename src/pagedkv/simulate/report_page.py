@@ -130,7 +130,7 @@ def definitions_section(*, in_steps: bool = False) -> str:
 def again_section(command: str, settings: Mapping[str, Setting], notes: Sequence[str]) -> str:
     """How to make the page again: the command, what is to be known, every setting."""
     rows = "".join(
-        f"<tr><th scope=row>{escape(name)}</th><td>{escape(_setting(value))}</td></tr>"
+        f"<tr><th scope=row>{escape(name)}</th><td>{escape(_setting(name, value))}</td></tr>"
         for name, value in settings.items()
     )
     listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
@@ -163,11 +163,13 @@ def _anchor(definition: str) -> str:
     return "def-" + first.key.split(",")[0].replace(".", "-")
 
 
-def _setting(value: Setting) -> str:
+def _setting(name: str, value: Setting) -> str:
     if value is None:
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, int) and name != "seed":  # a seed counts nothing
+        return f"{value:,}"
     if isinstance(value, float) and math.isfinite(value):
         return f"{value:g}"
     return str(value)

@@ -225,7 +225,7 @@ def _print_curve(result: SimulationResult, console: Console) -> None:
         Text.assemble(
             ("Exact LRU hit rate by memory size", "bold"),
             f": {curve.accesses:,} accesses to {curve.distinct:,} blocks of {curve.block_size} "
-            f"tokens; at most {100 * curve.ceiling:.4f} % can hit",
+            f"tokens; at most {100 * curve.ceiling:.2f} % can hit",
         ),
     )
     table = plain_table()

@@ -21,6 +21,17 @@
     setTimeout(() => { copy.textContent = "Copy"; }, 1500);
   });
 
+  // What is wider than its place can be scrolled, and says so.
+  for (const place of document.querySelectorAll(".scroll")) {
+    const more = document.createElement("p");
+    more.className = "more";
+    more.textContent = "more columns to the right: scroll →";
+    place.before(more);
+    const tell = () => { more.hidden = place.scrollWidth <= place.clientWidth; };
+    tell();
+    new ResizeObserver(tell).observe(place);
+  }
+
   if (typeof DecompressionStream === "undefined") {
     for (const chart of charts) {
       chart.innerHTML = '<p class="missing">This chart needs a browser of 2023 or later. ' +
