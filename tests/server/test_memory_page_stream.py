@@ -21,7 +21,7 @@ from models.memory_messages import read_messages
 from models.still_server import StillServer
 from pagedkv.server.memory_page.changes import Changes, Differ
 from pagedkv.server.memory_page.endpoints import FILES
-from pagedkv.server.memory_page.happenings import Happenings
+from pagedkv.server.memory_page.happenings import ADMISSION, Happenings
 from pagedkv.server.memory_page.picture import Picture
 from pagedkv.server.memory_page.watch import MAX_WATCHERS
 
@@ -74,6 +74,30 @@ def test_what_steps_did_between_two_looks_is_told_together(server: StillServer) 
             _, arrays = next(messages)
             told += arrays["happenings"].tolist()
         assert [row[0] for row in told] == [0, 1, 2]
+
+
+def test_what_the_last_step_did_is_told_where_steps_are_scheduled_ahead(
+    server: StillServer,
+) -> None:
+    scheduler = server.scheduler
+    with watching(server) as messages:
+        next(messages)
+        with server.lock:
+            [first] = scheduler.add([1, 2, 3], max_new_tokens=1)
+            scheduler.schedule()
+            [second] = scheduler.add([4, 5, 6], max_new_tokens=1)
+            assert scheduler.schedule_ahead() is not None
+            scheduler.commit([7])
+            scheduler.finish([first])
+            server.tell()
+            scheduler.commit([7])  # and no step comes after this one
+            server.tell()
+        told: list[list[int]] = []
+        while len(told) < 2:
+            told += next(messages)[1]["happenings"].tolist()
+        assert [row[0] for row in told] == [ADMISSION, ADMISSION]
+        assert told[0][2] != told[1][2]
+        scheduler.finish([second])
 
 
 def test_nothing_is_looked_at_while_nobody_watches(

@@ -284,6 +284,11 @@ class Scheduler:
         return self._totals["steps"]
 
     @property
+    def num_concluded(self) -> int:
+        """Of these, the ones that were committed or abandoned."""
+        return self.num_steps - len(self._under_way)
+
+    @property
     def arrays(self) -> SchedulerArrays:
         """All state, not copied; to be read between two steps, and asked for anew each time."""
         return SchedulerArrays(

@@ -192,7 +192,7 @@ class _Session:
         seats = scheduler.config.max_num_seqs
         self._loop = loop
         self._began_s = time.perf_counter()
-        self._num_steps = scheduler.num_steps
+        self._num_steps = scheduler.num_concluded
         self._looked_s = 0.0
         self._is_asked = False
         self._is_awake = False
@@ -239,8 +239,10 @@ class _Session:
             return
         self.is_stirred = True
         scheduler = engine.scheduler
-        if scheduler.num_steps != self._num_steps:
-            self._num_steps = scheduler.num_steps
+        # Not those scheduled: one that is begun ahead has done nothing yet, and the last of all
+        # ends without another.
+        if scheduler.num_concluded != self._num_steps:
+            self._num_steps = scheduler.num_concluded
             arrays = scheduler.arrays
             try:
                 self._happenings.note(arrays, lambda s: self._differ.name_of(arrays, s))
