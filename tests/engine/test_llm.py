@@ -289,6 +289,15 @@ def test_the_memory_is_announced_by_what_it_is_worth() -> None:
     ]
 
 
+def test_who_asks_for_no_memory_is_told_how_to() -> None:
+    lines: list[str] = []
+    llm(num_tokens=None, announce=lines.append)
+    assert lines[0].startswith("KV memory 1,024.0 MiB:") or lines[0].startswith(
+        "KV memory 1.0 GiB:"
+    )
+    assert "give kv_memory a size, or auto" in lines[1]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

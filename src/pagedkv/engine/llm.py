@@ -22,7 +22,14 @@ from pagedkv.engine.device import give_back_unused, parse_device
 from pagedkv.engine.graphs import CUDACapture
 from pagedkv.engine.loading import ModelSource, check_fits, load_model, load_tokenizer, moved
 from pagedkv.engine.measuring import measure_memory
-from pagedkv.engine.memory_budget import AUTO, MemoryBudget, check_sizes, format_bytes, plan_memory
+from pagedkv.engine.memory_budget import (
+    AUTO,
+    DEFAULT_KV_MEMORY,
+    MemoryBudget,
+    check_sizes,
+    format_bytes,
+    plan_memory,
+)
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.outputs import BeamGeneration, Chunk, Generation
 from pagedkv.engine.recording import Recorder, check_is_new
@@ -116,6 +123,7 @@ class LLM:
             paged = PagedModel(loaded, pack_weights=pack_weights, fused_layers=fused_layers)
         self.max_model_len = _max_model_len(paged, max_model_len)
         _check_batch(paged, config)
+        is_asked = any(size is not None for size in (kv_memory, num_blocks, num_tokens))
         if kv_memory == AUTO:
             measured = measure_memory(
                 paged, config, block_size=block_size, max_model_len=self.max_model_len
@@ -133,6 +141,11 @@ class LLM:
         )
         check_fits(self.budget.num_bytes, "the blocks", paged.device)
         announce(str(self.budget))
+        if not is_asked:
+            announce(
+                f"nobody asked for more than {DEFAULT_KV_MEMORY} for keys and values: give "
+                "kv_memory a size, or auto for what is left beside the weights"
+            )
         if paged.doubled_bytes:
             announce(
                 f"the output layer shares its weight with the embedding: packed for the CPU "
