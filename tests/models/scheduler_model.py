@@ -71,13 +71,14 @@ class SchedulerModel:
                     self.compute(s, 1)
 
         for s in self.running:
-            if s.number not in self.planned:
+            if s.number not in self.planned and s.uncomputed > 0:
                 num_new = min(s.uncomputed, self.left)
                 if num_new == 0 or self.blocks_wanted(s, num_new) > self.num_free():
                     break
                 self.compute(s, num_new)
 
-        moves = self.planned or all(s.uncomputed == 0 for s in self.running)
+        # With nothing left to compute one ends when the running step has, and makes room.
+        moves = self.planned or not self.running or any(s.uncomputed == 0 for s in self.running)
         assert moves, "somebody runs, but nothing moves"
         assert sum(s.computed > 0 and s.uncomputed > 1 for s in self.running) <= 1
         while self.waiting and not self.preempted and self.left > 0:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from models.scheduled_run import Asked, ScheduledRun
@@ -91,6 +91,10 @@ def test_every_step_is_the_models_step(case: tuple[int, Limits, list[Asked]]) ->
     assert run.num_free == num_blocks
 
 
+# One whose last token is being computed, and one that has a part of its prompt left: with blocks
+# for that, and without.
+@example((4, Limits(1, 2, 2, True, 0), [Asked(prompt=1, output=1), Asked(3, 1)]), [True])
+@example((5, Limits(1, 2, 2, True, 0), [Asked(prompt=1, output=2), Asked(4, 1)]), [True])
 @given(settings_and_requests(), st.lists(st.booleans(), min_size=1, max_size=9))
 def test_steps_that_are_decided_ahead_are_the_models_too(
     case: tuple[int, Limits, list[Asked]], ahead: list[bool]
