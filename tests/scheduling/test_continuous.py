@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -75,7 +77,23 @@ class Written:
         for s in done:
             del self.left[s]
         self.scheduler.verify()
+        self.check_fill()
         return done
+
+    def check_fill(self) -> None:
+        """What the statistics say of blocks and slots, slot by slot."""
+        tables, size = self.scheduler._memory.tables, self.scheduler.block_size
+        held: set[tuple[int, int]] = set()
+        users: Counter[int] = Counter()
+        for row in np.flatnonzero(tables.num_tokens > 0).tolist():
+            num_tokens = int(tables.num_tokens[row])
+            table = tables.entries[row, : -(-num_tokens // size)].tolist()
+            users.update(table)
+            held.update((table[t // size], t % size) for t in range(num_tokens))
+        told = self.scheduler.statistics()
+        assert told.used_blocks == len(users)
+        assert told.shared_blocks == sum(count > 1 for count in users.values())
+        assert told.held_tokens == len(held)
 
     def cancel(self, numbers: list[int]) -> None:
         self.scheduler.cancel(numbers)

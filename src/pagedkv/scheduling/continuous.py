@@ -718,16 +718,17 @@ class Scheduler:
         pool, tables = self._memory
         held = tables.num_tokens[tables.num_tokens != FREE_ROW]
         free, cached = int(pool.counters[FREE]), int(pool.counters[CACHED])
+        shared, empty = self._fill()
         totals = self._totals
         return SchedulerStatistics(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             used_blocks=self.num_blocks - free,
-            shared_blocks=int(np.count_nonzero(pool.ref_count > 1)),
+            shared_blocks=shared,
             cached_blocks=cached,
             free_blocks=free - cached,
             table_entries=int((-(-held // self.block_size)).sum()),
-            held_tokens=(self.num_blocks - free) * self.block_size - self._num_empty_slots(),
+            held_tokens=(self.num_blocks - free) * self.block_size - empty,
             num_running=self.num_running,
             num_waiting=self.num_waiting,
             num_steps=totals["steps"],
@@ -857,20 +858,16 @@ class Scheduler:
             self._lost[admitted] = 0
         used = self.num_blocks - int(self._memory.pool.counters[FREE])
         self._peak_used = max(self._peak_used, used)
-        shared = int(np.count_nonzero(self._memory.pool.ref_count > 1))
+        shared, empty = self._fill()
         self._peak_shared = max(self._peak_shared, shared)
         self._peak_running = max(self._peak_running, self.num_running)
         self._used_slots += used * self.block_size
-        self._empty_slots += self._num_empty_slots()
+        self._empty_slots += empty
 
-    def _num_empty_slots(self) -> int:
-        """Slots of used blocks without a token: all in last blocks, shared ones counted once."""
-        tables = self._memory.tables
-        rows = np.flatnonzero(tables.num_tokens > 0)
-        num_tokens = tables.num_tokens[rows]
-        last = tables.entries[rows, (num_tokens - 1) // self.block_size]
-        _, places = np.unique(last, return_index=True)
-        return int((-num_tokens[places] % self.block_size).sum())
+    def _fill(self) -> tuple[int, int]:
+        """Blocks that several sequences use, and slots of used blocks without a token."""
+        seen = np.empty(len(self._memory.tables.num_tokens), dtype=np.int32)
+        return _count_fill(self._memory, self.block_size, seen)
 
     def _take_columns(self, count: int) -> int:
         """The first of `count` columns in a row that are nobody's."""
@@ -1053,6 +1050,34 @@ def _describe(
                 due_rows[num_due] = place - 1
                 num_due += 1
     return num_due
+
+
+@compiled_in_place
+def _count_fill(memory: Memory, block_size: int, seen: NDArray[np.int32]) -> tuple[int, int]:
+    """Blocks that several sequences use, and slots of used blocks without a token.
+
+    Only last blocks have any, and one that several share is counted once: `seen` [rows] is room
+    to remember those.
+    """
+    ref_count, tables = memory.pool.ref_count, memory.tables
+    num_shared = num_empty = num_seen = 0
+    for block in range(len(ref_count)):
+        num_shared += ref_count[block] > 1
+    for row in range(len(tables.num_tokens)):
+        num_tokens = tables.num_tokens[row]
+        if num_tokens <= 0 or num_tokens % block_size == 0:
+            continue
+        last = tables.entries[row, num_tokens // block_size]
+        if ref_count[last] > 1:
+            place = 0
+            while place < num_seen and seen[place] != last:
+                place += 1
+            if place < num_seen:
+                continue
+            seen[num_seen] = last
+            num_seen += 1
+        num_empty += block_size - num_tokens % block_size
+    return num_shared, num_empty
 
 
 @compiled_in_place
