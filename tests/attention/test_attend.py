@@ -16,6 +16,7 @@ from models.attention_model import (
     slots_of,
 )
 from pagedkv.attention import KVStorage, LayerShape, reference_attend
+from pagedkv.errors import InvalidInput
 
 # A shape costs a compilation: few, and each for a reason. (KV heads, heads each, key, value).
 SHAPES = {
@@ -291,15 +292,22 @@ class TestBadInput:
         [
             ({"q": np.ones((3, 3, 16), np.float32)}, "3 heads do not share 2 KV heads"),
             ({"q": np.ones((3, 2, 8), np.float32)}, r"q has shape \[3, 2, 8\]"),
-            ({"q": np.ones((3, 2, 16))}, "q is float64: give float32"),
+            ({"q": np.ones((3, 2, 16))}, "q is float64: give float32$"),
             ({"lengths": np.array([2])}, r"lengths\[0\] is below the number of its queries"),
             ({"lengths": np.array([49])}, r"block_tables\[0\] has fewer than"),
             ({"lengths": np.array([20.0])}, "lengths must be integers"),
             ({"block_tables": np.array([[1, 9]], np.int32)}, "a block outside 0 to 3"),
             ({"block_tables": np.array([[-1, 1]], np.int32)}, "a block outside 0 to 3"),
+            ({"block_tables": np.array([[1, 2**32]])}, "a block outside 0 to 3"),
+            ({"block_tables": np.array([[2**33 + 1, 1]])}, "a block outside 0 to 3"),
+            ({"block_tables": np.array([[2**64 - 1, 1]], np.uint64)}, "a block outside 0 to 3"),
+            ({"block_tables": [[1, 2], [3]]}, "block_tables is no array"),
             ({"block_tables": np.ones((2, 2), np.int32)}, "a row for each of 1 lengths"),
-            ({"query_starts": np.array([0, 2])}, "query_starts must begin with 0"),
-            ({"query_starts": np.array([0, 4, 3])}, "query_starts must begin with 0"),
+            ({"query_starts": np.array([0, 2])}, "q has 3 tokens, but query_starts ends with 2"),
+            ({"query_starts": np.array([1, 3])}, "query_starts must begin with 0"),
+            ({"query_starts": np.array([[0, 3]])}, r"query_starts has shape \[1, 2\]"),
+            ({"query_starts": []}, "query_starts must begin with 0"),
+            ({"query_starts": np.array([0, 4, 3])}, "query_starts must .* have one entry more"),
         ],
     )
     def test_of_a_batch(self, change: dict[str, Any], message: str) -> None:
@@ -317,7 +325,17 @@ class TestBadInput:
         [
             ({"window": 0}, "window must be at least 1"),
             ({"chunk": -3}, "chunk must be at least 1"),
+            ({"window": 1.5}, "window is 1.5: give an integer"),
+            ({"window": 10**30}, "window must be at most"),
+            ({"chunk": "8"}, "chunk is '8': give an integer"),
+            ({"chunk": True}, "chunk is True: give an integer"),
             ({"soft_cap": 0.0}, "soft_cap must be above 0"),
+            ({"soft_cap": np.inf}, "soft_cap is inf: give a number"),
+            ({"scale": "1"}, "scale is '1': give a number"),
+            ({"scale": np.nan}, "scale is nan: give a number"),
+            ({"scale": -np.inf}, "scale is -inf: give a number"),
+            ({"sinks": np.array([0.0, np.inf])}, "sinks hold inf or a NaN"),
+            ({"sinks": np.array([np.nan, 0.0])}, "sinks hold inf or a NaN"),
             ({"sinks": np.ones(3)}, r"sinks has shape \[3\], not \[2\]"),
             ({"out": np.ones((3, 2, 8), np.float32)}, "out must be float32"),
             ({"out": np.ones((3, 2, 16), np.float16)}, "out must be float32"),
@@ -329,11 +347,74 @@ class TestBadInput:
         with pytest.raises(ValueError, match=message):
             batch.attend(**some)
 
-    def test_of_a_layer(self) -> None:
+    def test_of_fewer_queries_than_are_told_of(self) -> None:
         batch = paged_batch(np.random.default_rng(0), [(20, 3)])
-        batch.layer = 3
-        with pytest.raises(ValueError, match="no layer 3: this storage has 3"):
+        batch.q = batch.q[:2]
+        with pytest.raises(InvalidInput, match="q has 2 tokens, but query_starts ends with 3"):
             batch.attend()
+
+    @pytest.mark.parametrize(
+        ("layer", "message"),
+        [
+            (3, "no layer 3: this storage has 3"),
+            (-1, "no layer -1"),
+            (1.0, "layer is 1.0: give an integer"),
+            (True, "layer is True: give an integer"),
+        ],
+    )
+    def test_of_a_layer(self, layer: Any, message: str) -> None:
+        batch = paged_batch(np.random.default_rng(0), [(20, 3)])
+        batch.layer = layer
+        with pytest.raises(InvalidInput, match=message):
+            batch.attend()
+
+
+def test_a_plan_serves_no_other_storage_however_alike() -> None:
+    """A larger one's plan may name blocks that a smaller one does not have."""
+    layers = [LayerShape(2, 16, 16)]
+    storage, other = KVStorage(8, 16, layers), KVStorage(8, 16, layers)
+    for made in (storage, other):
+        fill_with_nan(made)
+        made.write(0, *np.ones((2, 1, 2, 16), np.float32), [16])
+    q = np.ones((1, 2, 16), np.float32)
+    plan = storage.plan([[1]], [1], [0, 1])
+    assert (storage.attend_planned(0, q, plan) == 1).all()
+    with pytest.raises(InvalidInput, match="plan is made by another storage"):
+        other.attend_planned(0, q, plan)
+    for wrong in (None, [[1]]):
+        with pytest.raises(InvalidInput, match=r"plan is \w+: give what `plan` of this storage"):
+            storage.attend_planned(0, q, wrong)  # type: ignore[arg-type]
+
+
+def test_wide_tables_may_hold_anything_that_nobody_reads() -> None:
+    batch = paged_batch(np.random.default_rng(0), [(20, 3)])
+    expected = batch.attend()
+    batch.block_tables = batch.block_tables.astype(np.int64)
+    batch.block_tables[0, 2:] = 2**40
+    assert np.array_equal(batch.attend(), expected)
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    batch = paged_batch(np.random.default_rng(0), [(20, 3)])
+    sinks = np.array([-np.inf, -np.inf], np.float32)
+    assert np.array_equal(batch.attend(sinks=sinks), batch.attend())
+
+
+def test_a_window_and_a_chunk_let_see_what_both_do() -> None:
+    batch = paged_batch(np.random.default_rng(0), [(40, 6)])
+    both: dict[str, Any] = {"window": 5, "chunk": 12}
+    assert relative_error(batch.attend(**both), batch.expected(**both)) < TOLERANCE["float32"]
+    for one in both:
+        assert not np.array_equal(batch.attend(**both), batch.attend(**{one: both[one]}))
+
+
+def test_a_batch_of_nothing_may_be_of_lists() -> None:
+    storage = KVStorage(2, 4, [LayerShape(1, 8, 8)])
+    none = np.empty((0, 1, 8), np.float32)
+    storage.write(0, none, none, [])
+    storage.copy_blocks([])
+    assert storage.attend(0, none, [], [], [0]).shape == (0, 1, 8)
+    assert storage.read(0, [], 0)[0].shape == (0, 1, 8)
 
 
 def test_the_storage_used_by_these_tests_is_full_of_nan() -> None:

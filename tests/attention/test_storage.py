@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from models.attention_model import fill_with_nan, paged_batch, rounded
 from pagedkv.attention import KVStorage, LayerShape
+from pagedkv.attention.threads import num_cpus
+from pagedkv.errors import InvalidInput
 
 LAYERS = [LayerShape(2, 16, 8), LayerShape(1, 8, 24)]
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -181,10 +183,14 @@ def test_a_copy_out_of_range_is_refused_and_nothing_is_copied(bad: list[int]) ->
     [
         ({"k": np.ones((2, 2, 8), np.float32)}, r"k has shape \[2, 2, 8\], not \[tokens, 2, 16\]"),
         ({"v": np.ones((2, 16), np.float32)}, r"v has shape \[2, 16\]"),
-        ({"k": np.ones((2, 2, 16))}, "k is float64: give float32"),
+        ({"k": np.ones((2, 2, 16))}, "k is float64: give float32$"),
+        ({"k": np.ones((2, 2, 16), ">f4")}, "k is >f4: give float32$"),
         ({"k": np.ones((3, 2, 16), np.float32)}, "3 keys, 2 values and 2 slots"),
         ({"slots": np.zeros(1, np.int64)}, "2 keys, 2 values and 1 slots"),
         ({"slots": np.zeros(2)}, "slots must be integers, not float64"),
+        ({"slots": np.zeros((2, 1), np.int64)}, r"slots has shape \[2, 1\]"),
+        ({"slots": np.array([0, 2**63], np.uint64)}, "slots go up to 9223372036854775808"),
+        ({"layer": 0.0}, "layer is 0.0: give an integer"),
         ({"layer": 2}, "no layer 2"),
     ],
 )
@@ -205,11 +211,77 @@ def test_bad_input_of_write_is_one_clear_line(given_: dict[str, Any], message: s
         (lambda: KVStorage(4, 16, []), "without layers"),
         (lambda: KVStorage(4, 16, LAYERS, dtype="float64"), "unknown dtype 'float64': choose"),
         (lambda: KVStorage(2**55, 1, LAYERS), "does not promise"),
+        (lambda: LayerShape(2.0, 16, 16), "num_kv_heads is 2.0: give an integer"),
+        (lambda: LayerShape(1, "8", 8), "key_dim is '8': give an integer"),
+        (lambda: LayerShape(1, 8, True), "value_dim is True: give an integer"),
+        (lambda: KVStorage(4.0, 16, LAYERS), "num_blocks is 4.0: give an integer"),
+        (lambda: KVStorage(True, 16, LAYERS), "num_blocks is True: give an integer"),
+        (lambda: KVStorage(4, "16", LAYERS), "block_size is '16': give an integer"),
+        (lambda: KVStorage(4, 16, LAYERS, num_threads=1.5), "num_threads is 1.5: give an int"),
+        (lambda: KVStorage(4, 16, LAYERS, num_threads="x"), "num_threads is 'x': give an int"),
+        (lambda: KVStorage(4, 16, LAYERS, num_threads=0), "num_threads must be at least 1"),
+        (lambda: KVStorage(4, 16, LAYERS[0]), "layers is LayerShape.*: give a list"),
+        (lambda: KVStorage(4, 16, [(2, 16, 16)]), r"layers\[0\] is \(2, 16, 16\): give a Layer"),
+        (lambda: KVStorage(4, 16, LAYERS, dtype=np.float64), "unknown dtype .*float64"),
+        (lambda: KVStorage(4, 16, LAYERS, dtype=None), "unknown dtype None"),
     ],
 )
 def test_bad_storages_are_refused_in_one_line(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InvalidInput, match=message) as caught:
         make()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.dtype("float16"), "float16"])
+def test_a_dtype_may_be_the_thing_or_its_name(dtype: Any) -> None:
+    storage = KVStorage(2, 4, LAYERS, dtype=dtype)
+    assert (storage.dtype, storage.data.dtype) == ("float16", np.float16)
+
+
+def test_a_dtype_of_torch_is_one_too() -> None:
+    torch = pytest.importorskip("torch", reason="needs the extra [engine]")
+    for name in DTYPES:
+        assert KVStorage(2, 4, LAYERS, dtype=getattr(torch, name)).dtype == name
+
+
+def test_sizes_may_be_integers_of_numpy() -> None:
+    two = np.int64(2)
+    shape = LayerShape(two, np.uint8(16), np.int32(8))
+    assert shape == LayerShape(2, 16, 8)
+    assert {type(n) for n in (shape.num_kv_heads, shape.key_dim, shape.value_dim)} == {int}
+    storage = KVStorage(two, two, [shape], num_threads=two)
+    k, v = rows(np.random.default_rng(0), 1, 0)
+    storage.write(np.int32(0), k, v, np.array([3], ">i4"))
+    assert np.array_equal(storage.read(np.uint8(0), [0, 1], np.int16(4))[0][3:], k)
+
+
+def test_a_system_that_does_not_tell_whose_cpus_has_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    assert num_cpus() == 3
+    assert KVStorage(2, 4, LAYERS).dtype == "float32"
+    monkeypatch.setattr("os.cpu_count", lambda: None)
+    assert num_cpus() == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda s: s.read(0, [0], 5), "length must be 0 to 4, .* of 1 entries holds, not 5"),
+        (lambda s: s.read(0, [0], -1), "length must be 0 to 4"),
+        (lambda s: s.read(0, [0], 1.0), "length is 1.0: give an integer"),
+        (lambda s: s.read(0, [4], 1), "block_table names blocks outside 0 to 3"),
+        (lambda s: s.read(0, [[0]], 1), r"block_table has shape \[1, 1\]"),
+        (lambda s: s.copy_blocks([[0, 1, 2]]), r"copies \[1, 3\] must be \[n, 2\]"),
+        (lambda s: s.copy_blocks([0, 1]), r"copies has shape \[2\]"),
+    ],
+)
+def test_what_cannot_be_read_or_copied_is_refused_in_one_line(call: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message) as caught:
+        call(storage_of())
+    assert "\n" not in str(caught.value)
 
 
 class FakeTensor:

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from pagedkv.errors import InvalidInput
 
+_INT32_MAX, _INT64_MAX = 2**31 - 1, 2**63 - 1
+
 _ALIGNMENT_BYTES = 64
 """A line of the CPU's cache: a vector that lies across two is read twice."""
 
@@ -53,14 +55,27 @@ def native(array: Any, name: str) -> tuple[NDArray[Any], str]:
             raise InvalidInput(
                 f"{name} cannot be read where it lies ({problem}): give a tensor in CPU memory"
             ) from problem
-    made = np.asarray(array)
+    try:
+        made = np.asarray(array)
+    except ValueError:  # what it holds differs in shape
+        raise InvalidInput(f"{name} is no array: its rows are not of one length") from None
     return made, made.dtype.name
 
 
 @functools.cache
 def _name_of(dtype: Any) -> str:
     """float32 for NumPy's and for torch's; to ask either takes microseconds."""
-    return dtype.name if isinstance(dtype, np.dtype) else str(dtype).rpartition(".")[2]
+    if isinstance(dtype, np.dtype):
+        # What has its bytes the other way round is not what its name says.
+        return dtype.name if dtype.isnative else dtype.str
+    return str(dtype).rpartition(".")[2]
+
+
+def name_of_dtype(dtype: Any) -> str:
+    """The name of a dtype that is given as its name, as NumPy's or as torch's."""
+    if isinstance(dtype, str):
+        return dtype
+    return _name_of(np.dtype(dtype) if isinstance(dtype, type) else dtype)
 
 
 def flat(array: NDArray[Any]) -> Flat:
@@ -94,11 +109,44 @@ def is_readable_in_place(array: NDArray[Any]) -> bool:
     )
 
 
-def integers(array: Any, dtype: Any, name: str) -> NDArray[Any]:
-    """`array` as a contiguous array of `dtype`, without a copy where it is one."""
+def integers(array: Any, name: str, *, ndim: int = 1) -> NDArray[np.int64]:
+    """`array` as a contiguous array of int64, without a copy where it is one.
+
+    An empty one may be of any dtype, as `[]` is of floats.
+    """
+    numbers = _whole_numbers(array, name)
+    if not numbers.size and numbers.ndim < ndim:
+        numbers = numbers.reshape((0,) * ndim)
+    if numbers.ndim != ndim:
+        raise InvalidInput(
+            f"{name} has shape {list(numbers.shape)}: give [{'n, 2' if ndim == 2 else 'n'}]"
+        )
+    if numbers.dtype == np.uint64 and numbers.size and int(numbers.max()) > _INT64_MAX:
+        raise InvalidInput(f"{name} go up to {numbers.max()}: give at most {_INT64_MAX}")
+    return _for_compiled(numbers, np.int64)
+
+
+def block_ids(array: Any, name: str) -> NDArray[np.int32]:
+    """`array` as a contiguous array of int32, without a copy where it is one.
+
+    What is too large for one becomes -1, which is no block either: a table may hold anything
+    where nobody looks, and where somebody does it is refused.
+    """
+    numbers = _whole_numbers(array, name)
+    if numbers.dtype != np.int32 and not np.can_cast(numbers.dtype, np.int32):
+        wide = numbers.astype(np.int64)  # more than that holds is below 0 then
+        numbers = np.where((wide >= 0) & (wide <= _INT32_MAX), wide, -1)
+    return _for_compiled(numbers, np.int32)
+
+
+def _whole_numbers(array: Any, name: str) -> NDArray[Any]:
     numbers, _ = native(array, name)
-    if numbers.dtype.kind not in "iu":
+    if numbers.dtype.kind not in "iu" and numbers.size:
         raise InvalidInput(f"{name} must be integers, not {numbers.dtype.name}")
+    return numbers
+
+
+def _for_compiled(numbers: NDArray[Any], dtype: Any) -> NDArray[Any]:
     numbers = np.ascontiguousarray(numbers, dtype=dtype)
     # Compiled code is made for arrays that may be written; for others it would be made again.
     return numbers if numbers.flags.writeable else numbers.copy()
@@ -125,9 +173,11 @@ def batch_arrays(
     Raises `InvalidInput` where the first two do not belong together. What stands in them, and
     whether the starts fit, is checked with the work that is made of them.
     """
-    tables = integers(block_tables, np.int32, "block_tables")
-    numbers = integers(lengths, np.int64, "lengths")
-    starts = integers(query_starts, np.int64, "query_starts")
+    tables = block_ids(block_tables, "block_tables")
+    numbers = integers(lengths, "lengths")
+    starts = integers(query_starts, "query_starts")
+    if not tables.size and not len(numbers):
+        tables = tables.reshape(0, 0)
     if tables.ndim != 2 or len(tables) != len(numbers):
         raise InvalidInput(
             f"block_tables {list(tables.shape)} must be [sequences, width], a row for "

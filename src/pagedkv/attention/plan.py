@@ -82,7 +82,10 @@ class Plan:
         block_size: int,
         num_blocks: int,
         most_threads: int,
+        made_for: object,
     ) -> None:
+        """`made_for` is whoever may use it: what is checked here holds for no other storage."""
+        self.made_for = made_for
         self.tables, self.lengths, self.starts = batch_arrays(block_tables, lengths, query_starts)
         self._block_size, self._num_blocks = block_size, num_blocks
         self._most_threads = most_threads
@@ -95,11 +98,12 @@ class Plan:
         return self._cuts[num_tokens, kind]
 
     def _cut(self, num_tokens: int, kind: LayerKind) -> Cut | None:
+        if len(self.starts) and self.starts[-1] != num_tokens:
+            raise InvalidInput(work.wrong_queries(num_tokens, int(self.starts[-1])))
         status, sequence, pieces, num_parts, num_scores, most_rows = work.cut(
             self.tables,
             self.lengths,
             self.starts,
-            num_tokens,
             self._num_blocks,
             self._block_size,
             kind.num_kv_heads,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +19,16 @@ from pagedkv.attention.arrays import (
     native,
 )
 from pagedkv.attention.kernels import kernel as kernel_for
-from pagedkv.attention.pages import LayerShape, Pages, check_options
+from pagedkv.attention.pages import (
+    LayerShape,
+    Pages,
+    check_options,
+    check_plan,
+    check_sinks,
+    integer,
+)
 from pagedkv.attention.plan import LayerKind, Plan
-from pagedkv.attention.threads import Threads
+from pagedkv.attention.threads import Threads, num_cpus
 from pagedkv.attention.tiles import fits_tiles
 from pagedkv.attention.vector_code import BFLOAT16, FLOAT16
 from pagedkv.errors import InvalidInput
@@ -48,10 +54,10 @@ class KVStorage(Pages):
         block_size: int,
         layers: Sequence[LayerShape],
         *,
-        dtype: str = "float32",
+        dtype: Any = "float32",
         num_threads: int | None = None,
     ) -> None:
-        """`dtype` is "float32", "bfloat16" or "float16".
+        """`dtype` is "float32", "bfloat16" or "float16", or NumPy's or torch's dtype of that name.
 
         `num_threads` share the work of an `attend`: as many as there are CPUs unless given.
         Raises `InvalidInput`, also where the system will not promise so much memory.
@@ -61,14 +67,15 @@ class KVStorage(Pages):
         (4096, 65536, 196608)
         """
         super().__init__(num_blocks, block_size, layers, dtype)
-        if num_threads is None:
-            num_threads = len(os.sched_getaffinity(0))
-        self._num_threads = max(1, num_threads) if _BY_ADDRESSES else 1
+        num_threads = num_cpus() if num_threads is None else integer("num_threads", num_threads)
+        if num_threads < 1:
+            raise InvalidInput(f"num_threads must be at least 1, not {num_threads}")
+        self._num_threads = num_threads if _BY_ADDRESSES else 1
         self._threads = Threads(self._num_threads)
-        self._half = {"float32": 0, "bfloat16": BFLOAT16, "float16": FLOAT16}[dtype]
-        self.data = self._reserve(DTYPES[dtype])
+        self._half = {"float32": 0, "bfloat16": BFLOAT16, "float16": FLOAT16}[self.dtype]
+        self.data = self._reserve(DTYPES[self.dtype])
         """[num_blocks, numbers of a page], one contiguous array; bfloat16 as uint16 bits."""
-        bits = self.data.view(np.uint16) if dtype == "float16" else self.data
+        bits = self.data.view(np.uint16) if self.dtype == "float16" else self.data
         self._numbers = bits.reshape(-1)
 
     def _reserve(self, dtype: Any) -> NDArray[Any]:
@@ -94,7 +101,7 @@ class KVStorage(Pages):
         shape = self._shape(layer)
         keys = self._flat_input(k, "k", (shape.num_kv_heads, shape.key_dim))
         values = self._flat_input(v, "v", (shape.num_kv_heads, shape.value_dim))
-        slots = integers(slots, np.int64, "slots")
+        slots = integers(slots, "slots")
         if not len(slots) == len(k) == len(v):
             raise InvalidInput(
                 f"{len(k)} keys, {len(v)} values and {len(slots)} slots: not as many"
@@ -126,10 +133,7 @@ class KVStorage(Pages):
 
         Raises `InvalidInput` before anything is copied.
         """
-        pairs = integers(copies, np.int64, "copies").reshape(-1, 2)
-        if pairs.size and not 0 <= pairs.min() <= pairs.max() < self.num_blocks:
-            raise InvalidInput(f"copies name blocks outside 0 to {self.num_blocks - 1}")
-        for source, target in pairs.tolist():
+        for source, target in self._pairs(copies):
             self.data[target] = self.data[source]
 
     def read(
@@ -138,20 +142,18 @@ class KVStorage(Pages):
         """The keys and values of one sequence's first `length` tokens, as contiguous copies.
 
         `k` [length, kv_heads, key_dim] and `v` [length, kv_heads, value_dim], float32: to look
-        at, and to test with.
+        at, and to test with. `block_table` [width], anything behind its last block.
+
+        Raises `InvalidInput`.
         """
         shape = self._shape(layer)
-        table = integers(block_table, np.int64, "block_table")
-        tokens = np.arange(length)
-        blocks = table[tokens // self.block_size]
-        if length and not 0 <= blocks.min() <= blocks.max() < self.num_blocks:
-            raise InvalidInput(f"block_table names blocks outside 0 to {self.num_blocks - 1}")
+        blocks, offsets = self._tokens(block_table, length)
         parts = []
         for start, dim in zip(self._places(layer), (shape.key_dim, shape.value_dim)):
             stop = start + shape.num_kv_heads * self.block_size * dim
             pages = self.data[:, start:stop]
             rows = pages.reshape(self.num_blocks, shape.num_kv_heads, self.block_size, dim)
-            parts.append(_as_float32(rows[blocks, :, tokens % self.block_size], self.dtype))
+            parts.append(_as_float32(rows[blocks, :, offsets], self.dtype))
         return parts[0], parts[1]
 
     def attend(
@@ -182,9 +184,10 @@ class KVStorage(Pages):
         - `query_starts` int64 [sequences + 1];
         - `scale` of the scores, `key_dim ** -0.5` unless given;
         - `window`: a token attends to itself and the `window - 1` before it;
-        - `chunk`: a token attends only within its own chunk of so many tokens;
+        - `chunk`: a token attends only within its own chunk of so many tokens; with `window`
+          too, to what both let it see;
         - `soft_cap`: scores become `soft_cap * tanh(score / soft_cap)`;
-        - `sinks` [heads]: one more score for each head, whose value is nothing;
+        - `sinks` [heads]: one more score for each head, whose value is nothing; -inf is none;
         - `out` [tokens, heads, value_dim] of `q`'s dtype is written where it is given.
 
         Returns `out`, or a new array or tensor like `q`. The result of a sequence does not depend
@@ -216,6 +219,7 @@ class KVStorage(Pages):
             block_size=self.block_size,
             num_blocks=self.num_blocks,
             most_threads=self._num_threads,
+            made_for=self,
         )
 
     def attend_planned(
@@ -233,9 +237,10 @@ class KVStorage(Pages):
     ) -> Any:
         """`attend` with a batch of this storage that was planned before, one call at a time."""
         shape = self._shape(layer)
+        check_plan(plan, self)
         queries, q_dtype = native(q, "q")
         heads = self._check_queries(queries, q_dtype, shape)
-        check_options(window, chunk, soft_cap)
+        check_options(scale, window, chunk, soft_cap)
         if not is_readable_in_place(queries):
             queries = np.array(queries, order="C")
         dims = (queries.shape[0], queries.shape[1], shape.value_dim)
@@ -297,7 +302,7 @@ class KVStorage(Pages):
     def _check_queries(self, q: NDArray[Any], dtype: str, shape: LayerShape) -> int:
         """Query heads for each KV head."""
         if dtype not in ("float32", self.dtype):
-            raise InvalidInput(f"q is {dtype}: give {self.dtype} or float32")
+            raise InvalidInput(f"q is {dtype}: give {self._dtypes_taken}")
         if q.ndim != 3 or q.shape[2] != shape.key_dim:
             raise InvalidInput(f"q has shape {list(q.shape)}, not [tokens, heads, {shape.key_dim}]")
         heads, rest = divmod(int(q.shape[1]), shape.num_kv_heads)
@@ -308,7 +313,7 @@ class KVStorage(Pages):
     def _flat_input(self, array: Any, name: str, row: tuple[int, int]) -> Flat:
         numbers, dtype = native(array, name)
         if dtype not in ("float32", self.dtype):
-            raise InvalidInput(f"{name} is {dtype}: give {self.dtype} or float32")
+            raise InvalidInput(f"{name} is {dtype}: give {self._dtypes_taken}")
         if numbers.ndim != 3 or numbers.shape[1:] != row:
             wanted = f"[tokens, {row[0]}, {row[1]}]"
             raise InvalidInput(f"{name} has shape {list(numbers.shape)}, not {wanted}")
@@ -326,6 +331,7 @@ def _sinks(sinks: Any, num_heads: int) -> NDArray[np.float32]:
         raise InvalidInput(f"sinks has shape {list(scores.shape)}, not [{num_heads}]")
     if dtype == "bfloat16":
         scores = _as_float32(scores, dtype)
+    check_sinks(scores)
     return (scores * _LOG2_E).astype(np.float32)
 
 

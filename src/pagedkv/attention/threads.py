@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from pagedkv.compiling import CompiledTask
+
+
+def num_cpus() -> int:
+    """CPUs that this process may use; all there are where the system does not tell."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Threads:

@@ -38,7 +38,6 @@ def cut(
     tables: NDArray[np.int32],
     lengths: NDArray[np.int64],
     starts: NDArray[np.int64],
-    num_tokens: int,
     num_blocks: int,
     block_size: int,
     num_kv_heads: int,
@@ -55,7 +54,7 @@ def cut(
     `chunk` are 0 where there is none; up to `most_few` rows a KV head are few.
     """
     none = np.empty((0, COLUMNS), dtype=np.int64)
-    if len(starts) != len(lengths) + 1 or starts[0] != 0 or starts[-1] != num_tokens:
+    if len(starts) != len(lengths) + 1 or starts[0] != 0:
         return BAD_STARTS, 0, none, 0, 0, 0
     room = 0
     for sequence in range(len(lengths)):
@@ -134,10 +133,19 @@ def first_of(position: int, window: int, chunk: int) -> int:
 def problem(status: int, sequence: int, block_size: int, num_blocks: int) -> str:
     """What `cut` found wrong, as one line."""
     return {
-        BAD_STARTS: "query_starts must begin with 0, never fall and end with the number of queries",
+        BAD_STARTS: "query_starts must begin with 0, never fall and have one entry more than "
+        "lengths",
         BAD_LENGTH: f"lengths[{sequence}] is below the number of its queries: it counts them too",
         NARROW_TABLE: f"block_tables[{sequence}] has fewer than lengths[{sequence}] / {block_size} "
         "entries",
         BAD_BLOCK: f"block_tables[{sequence}] names a block outside 0 to {num_blocks - 1} before "
         "its length",
     }[status]
+
+
+def wrong_queries(num_tokens: int, num_queries: int) -> str:
+    """That `q` and `query_starts` do not belong together, as one line."""
+    return (
+        f"q has {num_tokens} tokens, but query_starts ends with {num_queries}: "
+        "give as many queries as it says"
+    )

@@ -231,7 +231,9 @@ class TestBadInput:
             ({"block_tables": np.array([[1, 9]], np.int32)}, "a block outside 0 to 3"),
             ({"block_tables": np.array([[-1, 1]], np.int32)}, "a block outside 0 to 3"),
             ({"block_tables": np.ones((2, 2), np.int32)}, "a row for each of 1 lengths"),
-            ({"query_starts": np.array([0, 2])}, "query_starts must begin with 0"),
+            ({"block_tables": np.array([[1, 2**32]])}, "a block outside 0 to 3"),
+            ({"query_starts": np.array([0, 2])}, "q has 3 tokens, but query_starts ends with 2"),
+            ({"query_starts": np.array([1, 3])}, "query_starts must begin with 0"),
             ({"query_starts": np.array([0, 4, 3])}, "query_starts must begin with 0"),
         ],
     )
@@ -249,7 +251,7 @@ class TestBadInput:
             ((3, 3, 16), "float32", "3 heads do not share 2 KV heads"),
             ((3, 2, 8), "float32", r"q has shape \[3, 2, 8\]"),
             ((3, 2, 16), "float64", "q is float64: give float32"),
-            ((2, 2, 16), "float32", "query_starts must begin with 0"),
+            ((2, 2, 16), "float32", "q has 2 tokens, but query_starts ends with 3"),
         ],
     )
     def test_of_queries(self, shape: tuple[int, ...], dtype: str, message: str) -> None:
@@ -264,6 +266,9 @@ class TestBadInput:
         [
             ({"window": 0}, "window must be at least 1"),
             ({"chunk": -3}, "chunk must be at least 1"),
+            ({"window": 1.5}, "window is 1.5: give an integer"),
+            ({"scale": np.nan}, "scale is nan: give a number"),
+            ({"sinks": np.array([0.0, np.inf])}, "sinks hold inf or a NaN"),
             ({"soft_cap": 0.0}, "soft_cap must be above 0"),
             ({"sinks": np.ones(3)}, r"sinks has shape \[3\], not \[2\]"),
             ({"out": torch.ones(3, 2, 8)}, "out must be float32"),
@@ -281,3 +286,16 @@ class TestBadInput:
         batch.host.layer = 3
         with pytest.raises(ValueError, match="no layer 3: this storage has 3"):
             batch.attend()
+
+    def test_of_a_plan(self) -> None:
+        """Even after its own storage has used it, which prepares what layers alike launch."""
+        batch, other = (gpu_batch(np.random.default_rng(0), [(20, 3)]) for _ in range(2))
+        host = batch.host
+        plan = batch.storage.plan(host.block_tables, host.lengths, host.query_starts)
+        decodes = batch.storage.decode_plan(1, 2)
+        batch.storage.attend_planned(1, batch.q(), plan)
+        for given_plan in (plan, decodes):
+            with pytest.raises(ValueError, match="plan is made by another storage"):
+                other.storage.attend_planned(1, batch.q(), given_plan)
+        with pytest.raises(ValueError, match="plan is NoneType: give what `plan`"):
+            batch.storage.attend_planned(1, batch.q(), None)

@@ -174,6 +174,8 @@ class TestBadInput:
             ({"num_blocks": 0}, "0 blocks of 4 tokens hold nothing"),
             ({"layers": []}, "without layers"),
             ({"dtype": "int8"}, "unknown dtype 'int8'"),
+            ({"dtype": torch.float64}, "unknown dtype torch.float64"),
+            ({"block_size": 4.0}, "block_size is 4.0: give an integer"),
             ({"device": "meta"}, "no Triton kernels run on meta"),
             ({"layers": [LayerShape(1, 2048, 8)]}, "layer 0 has heads of more than 1024 numbers"),
         ],
@@ -223,6 +225,10 @@ class TestBadInput:
         _, storage = storages()
         with pytest.raises(ValueError, match="copies name blocks outside 0 to 4"):
             storage.copy_blocks([[0, 5]])
+        with pytest.raises(ValueError, match=r"copies \[1, 3\] must be \[n, 2\]"):
+            storage.copy_blocks([[0, 1, 2]])
+        with pytest.raises(ValueError, match="length must be 0 to 4"):
+            storage.read(0, [0], 5)
         with pytest.raises(ValueError, match="block_table names blocks outside 0 to 4"):
             storage.read(0, [5], 1)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pagedkv.attention.arrays import batch_arrays
 from pagedkv.attention.gpu import pieces
 from pagedkv.attention.gpu.tiles import LayerKind, Tile, tiles_for
-from pagedkv.attention.work import BAD_STARTS, GOOD, problem
+from pagedkv.attention.work import GOOD, problem, wrong_queries
 from pagedkv.errors import InvalidInput
 
 _ALIGNED = 4
@@ -186,7 +186,7 @@ class Plan:
         machine: Machine,
         kinds: Iterable[LayerKind],
     ) -> None:
-        self._machine = machine
+        self.made_for = self._machine = machine
         self.attending: dict[tuple[Any, ...], Attending] = {}
         """By all that layers alike have in common; the storage's."""
         self._batch = batch = _Batch(block_tables, lengths, query_starts)
@@ -329,7 +329,7 @@ class DecodePlan:
             )
         self.max_sequences = max_sequences
         self.max_blocks_each = max_blocks_each
-        self._machine = machine
+        self.made_for = self._machine = machine
         self.attending: dict[tuple[Any, ...], Attending] = {}
         """By all that layers alike have in common; the storage's."""
         known = [_FixedCut(kind, machine, max_sequences) for kind in kinds]
@@ -413,7 +413,7 @@ def check_tokens(plan: Plan | DecodePlan, num_tokens: int) -> None:
         return
     if isinstance(plan, DecodePlan):
         raise InvalidInput(f"q has {num_tokens} tokens: this plan is for {plan.num_tokens}")
-    raise InvalidInput(problem(BAD_STARTS, 0, 0, 0))
+    raise InvalidInput(wrong_queries(num_tokens, plan.num_tokens))
 
 
 def _aligned(size: int) -> int:

@@ -25,7 +25,7 @@ from pagedkv.attention.gpu.plan import (
 )
 from pagedkv.attention.gpu.tiles import FEWEST_ROWS, LayerKind, power_of_two
 from pagedkv.attention.gpu.writing import write_rows
-from pagedkv.attention.pages import LayerShape, Pages, check_options
+from pagedkv.attention.pages import LayerShape, Pages, check_options, check_plan, check_sinks
 from pagedkv.errors import InvalidInput
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -67,16 +67,16 @@ class GPUStorage(Pages):
         block_size: int,
         layers: Sequence[LayerShape],
         *,
-        dtype: str = "bfloat16",
+        dtype: Any = "bfloat16",
         device: str | torch.device = "cuda",
     ) -> None:
-        """`dtype` is "float32", "bfloat16" or "float16".
+        """`dtype` is "float32", "bfloat16" or "float16", or NumPy's or torch's dtype of that name.
 
         On the device "cpu" it works in Triton's interpreter only, to test with. Raises
         `InvalidInput`, also where the device has no room.
         """
         super().__init__(num_blocks, block_size, layers, dtype)
-        for i, shape in enumerate(layers):
+        for i, shape in enumerate(self.layers):
             if max(shape.key_dim, shape.value_dim) > LARGEST_DIM:
                 raise InvalidInput(f"layer {i} has heads of more than {LARGEST_DIM} numbers")
         self.device = torch.device(device)
@@ -95,19 +95,27 @@ class GPUStorage(Pages):
             )
         try:
             self.data = torch.empty(
-                num_blocks, self._page_numbers, dtype=DTYPES[dtype], device=self.device
+                self.num_blocks,
+                self._page_numbers,
+                dtype=DTYPES[self.dtype],
+                device=self.device,
             )
             """[num_blocks, numbers of a page], one contiguous tensor."""
         except RuntimeError as problem:  # torch.OutOfMemoryError is one
             raise InvalidInput(
                 f"{self.device} has no room for {num_blocks} blocks of "
-                f"{self._page_numbers * DTYPES[dtype].itemsize} bytes: ask for fewer"
+                f"{self.page_bytes} bytes: ask for fewer"
             ) from problem
         self._writers = [self._writer(layer) for layer in range(len(self.layers))]
         self._kinds: dict[LayerKind, None] = {}
         self._room = torch.empty(64, dtype=torch.float32, device=self.device)
         self._machine = Machine(
-            self.device, num_blocks, block_size, num_processors, shared_bytes, self._room_for
+            self.device,
+            self.num_blocks,
+            self.block_size,
+            num_processors,
+            shared_bytes,
+            self._room_for,
         )
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: Any) -> None:
@@ -176,12 +184,10 @@ class GPUStorage(Pages):
         `copies` is read on the host, the pages are copied on the device. Raises `InvalidInput`
         before anything is copied.
         """
-        pairs = integers(copies, np.int64, "copies").reshape(-1, 2)
-        if pairs.size and not 0 <= pairs.min() <= pairs.max() < self.num_blocks:
-            raise InvalidInput(f"copies name blocks outside 0 to {self.num_blocks - 1}")
+        pairs = self._pairs(copies)
         grid_of_page = -(-self._page_numbers // _COPIED_NUMBERS)
         with self._current():
-            for run in at_once(pairs.tolist()):
+            for run in at_once(pairs):
                 there = self._to_device(np.array(run, dtype=np.int64))
                 copy_pages[(len(run), grid_of_page)](
                     self.data, there, self._page_numbers, NUMBERS=_COPIED_NUMBERS, num_warps=8,
@@ -195,13 +201,9 @@ class GPUStorage(Pages):
         device: to look at, and to test with.
         """
         shape = self._shape(layer)
-        table = integers(block_table, np.int64, "block_table")
-        tokens = np.arange(length)
-        blocks = table[tokens // self.block_size]
-        if length and not 0 <= blocks.min() <= blocks.max() < self.num_blocks:
-            raise InvalidInput(f"block_table names blocks outside 0 to {self.num_blocks - 1}")
-        where = torch.from_numpy(blocks).to(self.device)
-        offsets = torch.from_numpy(tokens % self.block_size).to(self.device)
+        where, offsets = (
+            torch.from_numpy(part).to(self.device) for part in self._tokens(block_table, length)
+        )
         parts = []
         for start, dim in zip(self._places(layer), (shape.key_dim, shape.value_dim)):
             stop = start + shape.num_kv_heads * self.block_size * dim
@@ -284,6 +286,7 @@ class GPUStorage(Pages):
         What layers alike have in common is made for the first of them, and kept in the plan.
         """
         shape = self._shape(layer)
+        check_plan(plan, self._machine)
         if q.stride(-1) != 1:
             q = q.contiguous()
         asked = (shape, q.shape, q.stride(), q.dtype, scale, window, chunk, soft_cap, sinks is None)
@@ -356,7 +359,7 @@ class GPUStorage(Pages):
     ) -> Attending:
         """What layers of this shape and these options launch with `plan`."""
         heads_each = self._heads_each(q, shape)
-        check_options(window, chunk, soft_cap)
+        check_options(scale, window, chunk, soft_cap)
         num_tokens, num_heads, _ = q.shape
         check_tokens(plan, num_tokens)
         kind = LayerKind(
@@ -427,7 +430,7 @@ class GPUStorage(Pages):
     def _heads_each(self, q: torch.Tensor, shape: LayerShape) -> int:
         """Query heads for each KV head."""
         if q.dtype not in (torch.float32, DTYPES[self.dtype]):
-            raise InvalidInput(f"q is {_name(q)}: give {self.dtype} or float32")
+            raise InvalidInput(f"q is {_name(q)}: give {self._dtypes_taken}")
         if q.ndim != 3 or q.shape[2] != shape.key_dim:
             raise InvalidInput(f"q has shape {list(q.shape)}, not [tokens, heads, {shape.key_dim}]")
         heads, rest = divmod(int(q.shape[1]), shape.num_kv_heads)
@@ -439,7 +442,7 @@ class GPUStorage(Pages):
         """New keys or values in the storage's dtype, with a contiguous last axis."""
         dtype = self.data.dtype
         if rows.dtype not in (torch.float32, dtype):
-            raise InvalidInput(f"{name} is {_name(rows)}: give {self.dtype} or float32")
+            raise InvalidInput(f"{name} is {_name(rows)}: give {self._dtypes_taken}")
         shape = rows.shape
         if len(shape) != 3 or shape[1] != heads or shape[2] != dim:
             wanted = f"[tokens, {heads}, {dim}]"
@@ -455,7 +458,7 @@ class GPUStorage(Pages):
                 raise InvalidInput(f"slots must be int64, not {_name(slots)}")
             self._check_device(slots, "slots")
             return slots.contiguous()
-        numbers = integers(slots, np.int64, "slots")
+        numbers = integers(slots, "slots")
         num_slots = self.num_blocks * self.block_size
         bad = np.flatnonzero((numbers < -1) | (numbers >= num_slots))
         if len(bad):
@@ -469,7 +472,9 @@ class GPUStorage(Pages):
         if sinks is None:
             return None
         if not isinstance(sinks, torch.Tensor):
-            sinks = torch.as_tensor(np.asarray(sinks, dtype=np.float32)).to(self.device)
+            scores = np.asarray(sinks, dtype=np.float32)
+            check_sinks(scores)
+            sinks = torch.as_tensor(scores).to(self.device)
         if sinks.shape != (num_heads,):
             raise InvalidInput(f"sinks has shape {list(sinks.shape)}, not [{num_heads}]")
         self._check_device(sinks, "sinks")
