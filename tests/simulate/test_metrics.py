@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from models.sample_results import nan_result, sample_result
 from pagedkv.simulate.metrics import (
     CURVE_DEFINITIONS,
     METRICS,
+    WASTE,
     applying,
     definitions_by_group,
     filled_share,
@@ -21,6 +23,7 @@ from pagedkv.simulate.metrics import (
 from pagedkv.simulate.metrics_page import metrics_page
 from pagedkv.simulate.palette import SHARED, STYLES
 from pagedkv.simulate.results import KINDS, SchemeResult
+from pagedkv.simulate.what_if_json import KEYS as WHAT_IF_KEYS
 
 RESULT = sample_result(num_requests=60)
 DOCS = Path(__file__).parents[2] / "docs"
@@ -110,3 +113,11 @@ def test_the_page_in_the_docs_is_the_one_made_from_the_definitions() -> None:
     assert written == metrics_page(), (
         "out of date: python -m pagedkv.simulate.metrics_page > docs/metrics.md"
     )
+
+
+def test_the_page_has_every_key_of_a_what_if_too_and_defines_waste() -> None:
+    what_if = metrics_page().partition("## Keys of the JSON of a what-if")[2]
+    listed = re.findall(r"^\| `(.*?)` \| (.*?) \|$", what_if, re.MULTILINE)
+    assert dict(listed) == WHAT_IF_KEYS
+    assert f"| Waste | % | {WASTE.definition} | `waste` |" in metrics_page()
+    assert WASTE.label in [d.label for d in definitions_by_group()["Where the memory goes"]]

@@ -69,23 +69,75 @@ def readable(html: str) -> str:
 def test_the_sentences_tell_how_it_was_what_is_best_and_how_little_does() -> None:
     first, best, fastest, least = sentences(RESULT)
     assert first.startswith(
-        "Simulated at its own settings (num-blocks 100, block-size 16): 30.0 % of the prompt"
+        "Simulated at its own settings (num-blocks 100, block-size 16): 30.00 % of the prompt"
     )
-    assert best == "The highest hit rate, 50.00 %, comes with num-blocks 100, block-size 32."
-    assert fastest.endswith("comes simulated at its own settings.")  # no other is faster
+    assert best == (
+        "The highest hit rate, 50.00 %, comes with num-blocks 100, block-size 32; num-blocks 300, "
+        "block-size 16."
+    )
+    assert fastest.endswith("s, comes with every choice.")  # all wait as long
     assert least == (
-        "The least memory without a preemption is 100 blocks of 32 tokens (num-blocks 100, "
+        "The least memory tried without a preemption is 100 blocks of 32 tokens (num-blocks 100, "
         "block-size 32)."
     )
+
+
+def best_hit_rate(*rows: WhatIfRow) -> str:
+    [told] = [line for line in sentences(made(*rows)) if line.startswith("The highest hit rate")]
+    return told.removeprefix("The highest hit rate, ").removesuffix(".")
+
+
+def test_what_is_equal_as_printed_is_told_as_equal() -> None:
+    base = row(1, 16, hit_rate_first=0.1, is_base=True)
+    low = row(2, 16, hit_rate_first=0.31)
+    near = [row(4, size, hit_rate_first=0.4 + size / 1e7) for size in (8, 16, 64)]
+    assert best_hit_rate(base, *near[:1]) == "40.00 %, comes with num-blocks 4, block-size 8"
+    assert best_hit_rate(base, low, *near[1:]) == (
+        "40.00 %, comes with num-blocks 4, block-size 16 or 64"
+    )
+    assert best_hit_rate(base, low, *near) == (
+        "40.00 %, comes with num-blocks 4, block-size 8, 16 or 64"
+    )
+    as_good = row(1, 16, hit_rate_first=0.4, is_base=True)
+    assert best_hit_rate(low, near[0], as_good) == (
+        "40.00 %, comes simulated at its own settings and with num-blocks 4, block-size 8"
+    )
+    more = [row(n, n, hit_rate_first=0.4) for n in range(1, 6)]
+    assert best_hit_rate(base, *more) == (
+        "40.00 %, comes with num-blocks 1, block-size 1; num-blocks 2, block-size 2; "
+        "num-blocks 3, block-size 3; 2 more"
+    )
+    assert best_hit_rate(as_good, *more) != best_hit_rate(base, *more)
+    assert best_hit_rate(as_good, near[0]) == "40.00 %, comes with every choice"
+
+
+def test_sentences_tell_times_in_the_unit_of_the_table() -> None:
+    slow = Percentiles(1_841.2, 3_000.0, 3_741.4)
+    told = sentences(replace(made(row(9, 16, is_base=True, ttft_s=slow)), measured_ttft_s=slow))
+    both = "first tokens after 1,841 s (p50) and 3,741 s (p99)."
+    assert told[0].endswith(both) and told[1] == f"Measured in that run: {both}"
+    assert "TTFT p99, 3,741 s, comes" in told[3]
+
+
+def test_the_least_memory_is_the_least_of_what_was_tried() -> None:
+    calm = [row(200, 8, preemptions=0), row(100, 16, preemptions=0, is_base=True)]
+    told = sentences(made(*calm, row(200, 16, preemptions=0)))[-1]
+    assert told == (
+        "The least memory tried without a preemption is 100 blocks of 16 tokens, or as much in "
+        "blocks of another size (num-blocks 200, block-size 8; num-blocks 100, block-size 16); "
+        "none smaller was tried."
+    )
+    assert "none smaller" not in sentences(made(*calm, row(99, 8, preemptions=3)))[-1]
 
 
 def test_where_steps_are_counted_nothing_is_in_seconds() -> None:
     counted = replace(RESULT, settings={**RESULT.settings, "by-step": True})
     first, _, fastest, _ = sentences(counted)
     assert first.startswith("As it was (") and first.endswith("steps (p99).")
-    assert fastest.endswith(" steps, comes as it was.")
+    assert fastest.endswith(" steps, comes with every choice.")
     told = readable(what_if_html(counted))
     assert told.count("TTFT p99 (steps)") == 2
+    assert "Waste (%)" in told and WASTE.definition in told
     assert not re.findall(r"[^()]{1,30}\((?:s|ms|[a-z]+/s)\)", told)  # in definitions, either
     assert "Output (tokens/step)" in told and "TPOT p50, p90, p99 (steps)" in told
     assert "Time is counted in steps" in told and "Time is counted" not in readable(HTML)
@@ -98,8 +150,21 @@ def test_memory_that_is_as_large_but_for_a_rounding_is_told_as_it_was() -> None:
 
 def test_a_choice_that_refuses_requests_is_never_the_best() -> None:
     greedy = row(9, 16, hit_rate_first=0.9, preemptions=0, refused=("request 3: too long",))
-    told = sentences(replace(RESULT, rows=(greedy, *RESULT.rows)))
-    assert told == sentences(RESULT)
+    fit = tuple(replace(r, scheme=replace(r.scheme, preemptions=1)) for r in RESULT.rows)
+    *told, left_out = sentences(replace(RESULT, rows=(greedy, *fit)))
+    assert not any("num-blocks 9" in line for line in told)
+    assert told[:2] == list(sentences(replace(RESULT, rows=fit)))[:2]
+    assert left_out == (
+        "Left out of these, for the requests refused: num-blocks 9, block-size 16 (1)."
+    )
+    many = [replace(greedy, values=(f"{n}", "16")) for n in range(1, 7)]
+    assert sentences(replace(RESULT, rows=(*many, *fit)))[-1].endswith(
+        ": num-blocks 1, block-size 16 (1); num-blocks 2, block-size 16 (1); "
+        "num-blocks 3, block-size 16 (1); 3 more."
+    )
+    alone = replace(greedy, is_base=True)
+    [only] = sentences(made(alone))
+    assert ", 1 refused, " in only
 
 
 def test_times_are_not_compared_where_not_as_many_requests_began() -> None:
@@ -159,12 +224,13 @@ MEASURED = replace(RESULT, measured_ttft_s=Percentiles(0.79, 1.5, 2.25))
 
 def test_what_was_measured_stands_beside_what_is_simulated() -> None:
     first, measured, *others = sentences(MEASURED)
-    assert measured == "Measured in that run: first tokens after 790 ms (p50) and 2.25 s (p99)."
+    assert measured == "Measured in that run: first tokens after 0.790 s (p50) and 2.25 s (p99)."
     assert [first, *others] == list(sentences(RESULT))
     html = what_if_html(MEASURED)
     rows = re.findall(r"<tr><th scope=row[^>]*>(.*?</tr>)", html)
-    [place] = [i for i, line in enumerate(rows) if line.startswith("measured in that run")]
-    assert rows[place - 1].startswith("simulated at its own settings")
+    [place] = [i for i, line in enumerate(rows) if "measured in that run" in line]
+    assert readable(rows[place]).startswith("◇measured in that run")
+    assert readable(rows[place - 1]).startswith("◆simulated at its own settings")
     cells = re.findall(r"<td>(.*?)</td>", rows[place])
     assert cells == ["", "", "", "", "", "", "0.790", "2.25", ""]
     assert len(cells) == rows[place - 1].count("<td")
@@ -230,7 +296,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390], ids=["laptop", "phone"])
+@pytest.mark.parametrize("width", [1440, 1280, 390], ids=["desk", "laptop", "phone"])
 def test_the_page_is_drawn_without_an_error(
     browser: Browser, tmp_path: Path, width: int, dark: bool
 ) -> None:
@@ -243,3 +309,7 @@ def test_the_page_is_drawn_without_an_error(
     assert browser.evaluate(f"{drawn}.length") == len(figures(HTML))
     assert browser.evaluate("document.querySelectorAll('#ttft-s-p99 .points path').length") == 7
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    table = "document.querySelector('#s-numbers .scroll')"
+    fits = browser.evaluate(f"{table}.scrollWidth <= {table}.clientWidth")
+    assert fits == (width > 500)  # no number of a choice is out of sight on a wide page
+    assert browser.evaluate(f"{table}.previousElementSibling.hidden") == fits

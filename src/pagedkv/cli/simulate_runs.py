@@ -121,7 +121,12 @@ def run_what_if(
     wanted: dict[tuple[SimulationConfig, float], tuple[str, ...]] = {}
     again = []
     for choice in choices(variations, setup.given, base.num_blocks):
-        key = _config_at(base, choice), choice.load
+        try:
+            key = _config_at(base, choice), choice.load
+        except InvalidInput as error:
+            named = zip(variations, choice.values)
+            told = " ".join(f"--what-if {v.name}={value}" for v, value in named)
+            raise InvalidInput(f"{told}: {error}") from error
         if wanted.setdefault(key, choice.values) != choice.values:
             again.append(choice.values)
     if (base, 1.0) not in wanted:

@@ -334,8 +334,8 @@ WASTE = Metric(
     "Waste",
     "%",
     MEMORY,
-    "Of the slots that running requests hold, the share that holds no token: what is missing in "
-    "filled_share.",
+    "Of the slots that running requests hold, the share that holds no token: what their memory "
+    "that is filled leaves of 100 %; given by --what-if, which compares settings of one scheme.",
     lambda scheme: None if (filled := filled_share(scheme)) is None else 1.0 - filled,
     100.0,
     2,
@@ -397,7 +397,8 @@ def definitions_by_group() -> dict[str, list[Definition]]:
     The percentiles of one quantity have one definition and become one entry.
     """
     groups: dict[str, list[Definition]] = {}
-    for definition in (*METRICS, *CURVE_DEFINITIONS):
+    of_memory = [metric for metric in METRICS if metric.group == MEMORY]
+    for definition in (*of_memory, WASTE, *METRICS[len(of_memory) :], *CURVE_DEFINITIONS):
         entries = groups.setdefault(definition.group, [])
         if entries and entries[-1].definition == definition.definition:
             last = entries[-1]

@@ -6,6 +6,7 @@ import sys
 
 from pagedkv.simulate.metrics import GROUP_NOTES, definitions_by_group
 from pagedkv.simulate.result_json import KEYS
+from pagedkv.simulate.what_if_json import KEYS as WHAT_IF_KEYS
 
 
 def metrics_page() -> str:
@@ -44,6 +45,17 @@ def metrics_page() -> str:
         "|---|---|",
     ]
     lines += [f"| `{key}` | {meaning} |" for key, meaning in KEYS.items()]
+    lines += [
+        "",
+        "## Keys of the JSON of a what-if",
+        "",
+        "With `--what-if`, `--json FILE` writes an item of `choices` for each row of the table, in "
+        "its order, with every metric of paged memory. Units are as above.",
+        "",
+        "| key | meaning |",
+        "|---|---|",
+    ]
+    lines += [f"| `{key}` | {meaning} |" for key, meaning in WHAT_IF_KEYS.items()]
     return "\n".join(lines) + "\n"
 
 

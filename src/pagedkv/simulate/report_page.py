@@ -96,12 +96,12 @@ def prose(text: str) -> str:
     return re.sub(r"--[a-z][a-z-]*|reserve-\w+", r'<span class="nowrap">\g<0></span>', escape(text))
 
 
-def term(definition: Definition) -> str:
-    """The name of a number with its unit, as a link to its definition."""
+def term(definition: Definition, *, unit: str | None = None) -> str:
+    """The name of a number with its unit, or the one given, as a link to its definition."""
     return (
         f'<a class="term{_short(definition.label)}" href="#{_anchor(definition.definition)}" '
         f'title="{escape(definition.definition)}">{escape(definition.label)}</a>'
-        f"{unit_html(definition.unit)}"
+        f"{unit_html(definition.unit if unit is None else unit)}"
     )
 
 

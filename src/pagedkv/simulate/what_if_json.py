@@ -38,7 +38,7 @@ KEYS: dict[str, str] = {
     "varied[]": "The settings that were varied.",
     "remarks[]": "What the user should know, a line each.",
     "choices[].values.*": "What each varied setting was, as asked for.",
-    "choices[].is_base": "Whether these are the settings that were asked about.",
+    "choices[].is_base": "True for the one choice in which nothing is varied.",
     "choices[].num_blocks": "Physical blocks.",
     "choices[].block_size": "Tokens that a block holds.",
     f"choices[].{WASTE.key}": WASTE.definition,

@@ -21,6 +21,7 @@ from pagedkv.simulate.report_page import (
     page_html,
     prose,
     section,
+    term,
     unit_html,
 )
 from pagedkv.simulate.results import WhatIfResult, WhatIfRow
@@ -229,9 +230,7 @@ def _table_section(result: WhatIfResult) -> str:
     if shows_blocks(result):
         heads += "<th scope=col>blocks</th>"
     heads += "".join(
-        f'<th scope=col title="{escape(metric.definition)}">{escape(metric.label)}'
-        f"{unit_html(unit_of(result, metric))}</th>"
-        for metric in columns
+        f"<th scope=col>{term(metric, unit=unit_of(result, metric))}</th>" for metric in columns
     )
     if any_refused:
         heads += "<th scope=col>refused</th>"
@@ -244,7 +243,7 @@ def _table_section(result: WhatIfResult) -> str:
         if any_refused:
             cells.append(f"{len(row.scheme.refused):,}")
         marked = ' class="us"' if row.is_base else ""
-        sign = base_in_words(result) if row.is_base else ""
+        sign = _sign("◆", base_in_words(result)) if row.is_base else ""
         rows.append(
             f"<tr><th scope=row{marked}>{sign}</th>"
             + "".join(f"<td{marked}>{escape(cell)}</td>" for cell in cells)
@@ -255,20 +254,25 @@ def _table_section(result: WhatIfResult) -> str:
             measured = [*blank, *(measured_of(result, metric) for metric in columns)]
             measured += [""] * any_refused
             rows.append(
-                f"<tr><th scope=row>{MEASURED}</th>"
+                f"<tr><th scope=row>{_sign('◇', MEASURED)}</th>"
                 + "".join(f"<td>{escape(cell)}</td>" for cell in measured)
                 + "</tr>"
             )
-    below = "" if result.measured_ttft_s is None else f"; below it, what was {MEASURED}"
+    below = "" if result.measured_ttft_s is None else f", the hollow one what was {MEASURED}"
     return section(
         "numbers",
         "Every choice",
-        f"The row that is set off is the trace {base_in_words(result)}{below}. --json FILE has "
-        "every metric of every row.",
+        f"The diamond is the trace {base_in_words(result)}{below}. --json FILE has every metric "
+        "of every row.",
         '<div class="scroll" tabindex="0" role="region" aria-label="Metrics by choice">'
         f'<table class="full"><thead><tr><th scope=col></th>{heads}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>",
     )
+
+
+def _sign(sign: str, words: str) -> str:
+    """The mark of a row, as in the charts, and in words for those who do not see it."""
+    return f'<span class="sign" aria-hidden="true">{sign}</span><span class="unseen">{words}</span>'
 
 
 def _notes(result: WhatIfResult) -> list[str]:
