@@ -52,12 +52,32 @@ def test_python_on_a_page_runs_and_gives_what_the_page_says(page: Path) -> None:
             report: list[str] = []
             doctest.DocTestRunner(verbose=False).run(test, out=report.append, clear_globs=False)
             assert not report, "".join(report)
+            names.update(test.globs)
         else:
             run_block(source, names, place)
 
 
-def test_the_readme_shows_the_library() -> None:
-    assert any("KVCacheManager" in block for block in code_blocks(ROOT / "README.md", "python"))
+def test_the_readme_shows_the_library_and_a_prefix_that_is_found() -> None:
+    shown = [b for b in code_blocks(ROOT / "README.md", "python") if "KVCacheManager(" in b]
+    assert any(".commit(" in block and "num_cached_tokens" in block for block in shown)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_who_builds_an_engine_is_led_to_memory_attention_and_the_example(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for place in ("memory.md)", "attention.md)", "examples/own_engine.py"):
+        assert place in text, f"{page} does not name {place}"
+
+
+@pytest.mark.parametrize("package", ["memory", "attention", "scheduling", "simulate"])
+def test_the_reference_has_each_package_that_needs_no_torch(package: str) -> None:
+    assert f"\n::: pagedkv.{package}\n" in (ROOT / "docs/reference.md").read_text("utf-8")
+
+
+def test_the_map_for_contributors_has_every_package() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for init in (ROOT / "src/pagedkv").glob("*/__init__.py"):
+        assert f"\n  {init.parent.name}/ " in text, f"no {init.parent.name} on the map"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import re
 import sys
 import tracemalloc
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 import pagedkv.memory
 from models.memory_model import MemoryModel, Refusal
 from models.memory_state import assert_unchanged, free_list, snapshot
-from pagedkv import KVCacheManager, NeverFits, OutOfBlocks
+from pagedkv import KVCacheManager, NeverFits, OutOfBlocks, Step
 from pagedkv.errors import InvalidInput
 from pagedkv.memory.block_key import MAX_TOKEN_ID
 from pagedkv.memory.blocks import NO_KEY
@@ -287,6 +288,11 @@ def test_nothing_to_extend_is_an_empty_step() -> None:
     kv.commit([])
     a = kv.add_sequence([1])
     assert kv.extend([a], [[]]).block_tables.tolist() == [[0]]
+
+
+def test_help_tells_what_each_array_of_a_step_is() -> None:
+    for field in Step._fields:
+        assert re.search(rf"`{field}` int(32|64) \[", Step.__doc__ or ""), field
 
 
 def test_a_step_is_arrays_that_kernels_use_as_they_are() -> None:
