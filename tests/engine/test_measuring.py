@@ -12,6 +12,7 @@ import torch
 
 from models.tiny_models import tiny_model
 from pagedkv.engine import measuring
+from pagedkv.engine.device_sampling import DeviceSampler
 from pagedkv.engine.llm import LLM
 from pagedkv.engine.measuring import LEAST_RESERVED_BYTES, largest_step, measure_memory
 from pagedkv.engine.model import PagedModel
@@ -80,13 +81,19 @@ def test_where_nothing_is_left_one_line_says_where_it_went() -> None:
         measure_memory(model(), config(4, 32), block_size=4, max_model_len=64, meter=gauge)
 
 
+@pytest.mark.parametrize("what", ["the model", "penalties", "drawing"])
 def test_a_largest_step_that_does_not_fit_is_refused_in_one_line(
-    monkeypatch: pytest.MonkeyPatch,
+    what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
-    monkeypatch.setattr(model(), "logits", full)
+    if what == "the model":
+        monkeypatch.setattr(model(), "logits", full)
+    elif what == "penalties":
+        monkeypatch.setattr(DeviceSampler, "_adjusted", full)
+    else:
+        monkeypatch.setattr(DeviceSampler, "_draw", full)
     with pytest.raises(InvalidInput, match="no memory for a step of 32 tokens") as refusal:
         gauge = Gauge(GIB, GIB, 1)
         measure_memory(model(), config(4, 32), block_size=4, max_model_len=64, meter=gauge)

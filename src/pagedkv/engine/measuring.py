@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from pagedkv.engine.device import free_bytes, give_back_unused, on_host
+from pagedkv.engine.device import free_bytes, give_back_unused
+from pagedkv.engine.device_sampling import DeviceSampler
 from pagedkv.engine.memory_budget import format_bytes
 from pagedkv.engine.model import PagedModel
+from pagedkv.engine.sampling import NotFinite, SamplerState
+from pagedkv.engine.sampling_params import SamplingParams
+from pagedkv.engine.turn import Turn
 from pagedkv.errors import InvalidInput
 from pagedkv.memory.block_table import NO_BLOCK
 from pagedkv.scheduling.continuous import Batch
@@ -143,7 +148,8 @@ def _with_largest_step(
         meter.restart()
         storage = model.make_storage(num_blocks, block_size)
         nbytes = storage.nbytes
-        on_host(model.logits(storage, batch, batch.due_rows))
+        logits = model.logits(storage, batch, batch.due_rows)
+        _choose_by_all_there_is(logits)
         taken = meter.most_bytes() - nbytes
     except torch.OutOfMemoryError:
         give_back_unused(model.device)
@@ -151,12 +157,22 @@ def _with_largest_step(
             f"kv_memory auto: {model.device} has no memory for a step of {num_tokens:,} tokens "
             "beside the weights: lower max_num_batched_tokens"
         ) from None
-    del storage
+    del storage, logits
     gc.collect()  # it knows objects that know it
     reserved = max(int(RESERVED_SHARE * meter.total_bytes()), LEAST_RESERVED_BYTES)
     return MeasuredMemory(
         str(model.device), meter.free_bytes(), max(taken, 0), num_tokens, reserved
     )
+
+
+def _choose_by_all_there_is(logits: torch.Tensor) -> None:
+    """Choose a token for each row, as those do that take the most memory for it."""
+    params = SamplingParams(temperature=1.0, top_p=0.99, repetition_penalty=1.1, logprobs=1)
+    turns = [Turn(SamplerState(params, (0,), seed=i)) for i in range(len(logits))]
+    sampler = DeviceSampler(logits.device)
+    with suppress(NotFinite):  # by such a row, of a made-up prompt, nothing is chosen
+        for _ in range(2):  # only the second time is it known which rows must be sorted whole
+            sampler.choose(logits, turns).conclude(np.arange(len(turns)))
 
 
 def largest_step(config: SchedulerConfig, *, block_size: int, max_model_len: int) -> Batch:
