@@ -7,10 +7,8 @@ somebody to answer it almost as soon as Python itself has begun.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Sequence
-from typing import cast
 
 from pagedkv.errors import PagedKVError
 
@@ -37,6 +35,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    from typing import cast
+
     import typer
 
     from pagedkv.cli.commands import app
@@ -80,6 +80,8 @@ def main() -> None:
 
 def _in_our_words(error: Exception) -> str:
     """What Typer says of a wrong command line, without the words of its checker."""
+    import re
+
     message = str(getattr(error, "format_message", error.__str__)())
     found: list[dict[str, object]] = getattr(error.__context__, "errors", list)()
     value = f"{found[0]['input']!r} is" if found else "this is"
