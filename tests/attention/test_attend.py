@@ -336,6 +336,7 @@ class TestBadInput:
             ({"scale": -np.inf}, "scale is -inf: give a number"),
             ({"sinks": np.array([0.0, np.inf])}, "sinks hold inf or a NaN"),
             ({"sinks": np.array([np.nan, 0.0])}, "sinks hold inf or a NaN"),
+            ({"sinks": ["a", "b"]}, "sinks are str32: give floats"),
             ({"sinks": np.ones(3)}, r"sinks has shape \[3\], not \[2\]"),
             ({"out": np.ones((3, 2, 8), np.float32)}, "out must be float32"),
             ({"out": np.ones((3, 2, 16), np.float16)}, "out must be float32"),

@@ -171,7 +171,9 @@ def check_options(
 
 
 def check_sinks(scores: NDArray[Any]) -> None:
-    """Raise `InvalidInput` for scores that would make every result a NaN."""
+    """Raise `InvalidInput` for what are no scores, or would make every result a NaN."""
+    if scores.dtype.kind not in "fiu":
+        raise InvalidInput(f"sinks are {scores.dtype.name}: give floats")
     if scores.size and not scores.max() < np.inf:
         raise InvalidInput("sinks hold inf or a NaN: give finite scores, or -inf for no sink")
 
