@@ -279,6 +279,18 @@ def test_a_file_or_its_folder_works_as_well_as_a_name(tmp_path):
         assert geometry.source == str(folder / "config.json")
 
 
+def test_a_path_is_a_path_whatever_the_folder_is_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInput, match="no such file"):
+        model_geometry("./opt-13b")
+    folder = tmp_path / "opt-13b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    for path in ("./opt-13b", str(folder)):
+        assert model_geometry(path) != model_geometry("opt-13b")
+        assert model_geometry(path).source.endswith("opt-13b/config.json")
+
+
 def test_an_unknown_name_lists_close_ones_and_says_that_a_file_works():
     with pytest.raises(InvalidInput) as caught:
         model_geometry("llama3-8b")

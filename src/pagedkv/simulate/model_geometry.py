@@ -128,7 +128,9 @@ def model_geometry(
 
 
 def built_in_name(name: str) -> str | None:
-    """The built-in model that `name` means, or None where it means none."""
+    """The built-in model that `name` means, or None where it means none, as a path does."""
+    if name.startswith((".", "/", "~")):
+        return None
     short = name.strip().lower().rsplit("/", 1)[-1].replace("_", "-").replace(" ", "-")
     return short if short in BUILT_IN_CONFIGS else None
 
