@@ -26,7 +26,7 @@ class SchedulerConfig:
     computes; decodes come first, prefills share the rest. `chunked_prefill`: whether a prompt
     may be computed over several steps; without, a prompt longer than the budget runs in a step
     of its own. `watermark`: share of the blocks that admission leaves for running sequences to
-    grow into, 0 to 1.
+    grow into, from 0 to below 1.
 
     Raises `InvalidInput` for values out of range.
     """
