@@ -247,8 +247,8 @@ def test_tokens_change_nothing_that_is_told_but_keys() -> None:
 
 def happened(scheduler: Scheduler, happenings: Happenings, differ: Differ) -> list[list[int]]:
     arrays = scheduler.arrays
-    happenings.note(arrays, lambda column: differ.name_of(arrays, column))
-    return happenings.taken().tolist()
+    happenings.note(arrays)
+    return happenings.taken(differ.names(arrays)).tolist()
 
 
 def test_hits_forks_and_copies_are_told_with_who_and_how_much() -> None:
@@ -301,5 +301,6 @@ def test_of_very_many_happenings_between_two_looks_some_are_kept() -> None:
     scheduler.add([1], max_new_tokens=1)
     scheduler.schedule()
     for _ in range(MOST + 10):
-        happenings.note(scheduler.arrays, lambda column: 1)
-    assert len(happenings.taken()) == MOST and len(happenings.taken()) == 0
+        happenings.note(scheduler.arrays)
+    names = Differ(scheduler.arrays).names(scheduler.arrays)
+    assert len(happenings.taken(names)) == MOST and len(happenings.taken(names)) == 0

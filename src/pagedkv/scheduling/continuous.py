@@ -289,6 +289,11 @@ class Scheduler:
         return self.num_steps - len(self._under_way)
 
     @property
+    def newest_plan(self) -> Plan:
+        """`arrays.plan`, for who asks at every step."""
+        return self._newest
+
+    @property
     def arrays(self) -> SchedulerArrays:
         """All state, not copied; to be read between two steps, and asked for anew each time."""
         return SchedulerArrays(
@@ -715,10 +720,9 @@ class Scheduler:
 
     def statistics(self) -> SchedulerStatistics:
         """What the memory holds and what happened so far."""
-        pool, tables = self._memory
-        held = tables.num_tokens[tables.num_tokens != FREE_ROW]
+        pool = self._memory.pool
         free, cached = int(pool.counters[FREE]), int(pool.counters[CACHED])
-        shared, empty = self._fill()
+        shared, empty, entries = self._fill()
         totals = self._totals
         return SchedulerStatistics(
             num_blocks=self.num_blocks,
@@ -727,7 +731,7 @@ class Scheduler:
             shared_blocks=shared,
             cached_blocks=cached,
             free_blocks=free - cached,
-            table_entries=int((-(-held // self.block_size)).sum()),
+            table_entries=entries,
             held_tokens=(self.num_blocks - free) * self.block_size - empty,
             num_running=self.num_running,
             num_waiting=self.num_waiting,
@@ -858,16 +862,17 @@ class Scheduler:
             self._lost[admitted] = 0
         used = self.num_blocks - int(self._memory.pool.counters[FREE])
         self._peak_used = max(self._peak_used, used)
-        shared, empty = self._fill()
+        shared, empty, _ = self._fill()
         self._peak_shared = max(self._peak_shared, shared)
         self._peak_running = max(self._peak_running, self.num_running)
         self._used_slots += used * self.block_size
         self._empty_slots += empty
 
-    def _fill(self) -> tuple[int, int]:
-        """Blocks that several sequences use, and slots of used blocks without a token."""
-        seen = np.empty(len(self._memory.tables.num_tokens), dtype=np.int32)
-        return _count_fill(self._memory, self.block_size, seen)
+    def _fill(self) -> tuple[int, int, int]:
+        """Shared blocks, slots of used blocks without a token, and entries of block tables."""
+        pool, tables = self._memory
+        seen = np.empty(len(tables.num_tokens), dtype=np.int32)
+        return _count_fill(pool.ref_count, tables.entries, tables.num_tokens, self.block_size, seen)
 
     def _take_columns(self, count: int) -> int:
         """The first of `count` columns in a row that are nobody's."""
@@ -1053,21 +1058,27 @@ def _describe(
 
 
 @compiled_in_place
-def _count_fill(memory: Memory, block_size: int, seen: NDArray[np.int32]) -> tuple[int, int]:
-    """Blocks that several sequences use, and slots of used blocks without a token.
+def _count_fill(
+    ref_count: NDArray[np.int32],
+    entries: NDArray[np.int32],
+    num_tokens_of: NDArray[np.int64],
+    block_size: int,
+    seen: NDArray[np.int32],
+) -> tuple[int, int, int]:
+    """Shared blocks, slots of used blocks without a token, and entries of block tables.
 
-    Only last blocks have any, and one that several share is counted once: `seen` [rows] is room
-    to remember those.
+    Only last blocks have empty slots, and one that several share is counted once: `seen` [rows]
+    is room to remember those.
     """
-    ref_count, tables = memory.pool.ref_count, memory.tables
-    num_shared = num_empty = num_seen = 0
+    num_shared = num_empty = num_entries = num_seen = 0
     for block in range(len(ref_count)):
         num_shared += ref_count[block] > 1
-    for row in range(len(tables.num_tokens)):
-        num_tokens = tables.num_tokens[row]
-        if num_tokens <= 0 or num_tokens % block_size == 0:
+    for row in range(len(num_tokens_of)):
+        num_tokens = max(num_tokens_of[row], 0)
+        num_entries += blocks_for(num_tokens, block_size)
+        if num_tokens % block_size == 0:
             continue
-        last = tables.entries[row, num_tokens // block_size]
+        last = entries[row, num_tokens // block_size]
         if ref_count[last] > 1:
             place = 0
             while place < num_seen and seen[place] != last:
@@ -1077,7 +1088,7 @@ def _count_fill(memory: Memory, block_size: int, seen: NDArray[np.int32]) -> tup
             seen[num_seen] = last
             num_seen += 1
         num_empty += block_size - num_tokens % block_size
-    return num_shared, num_empty
+    return int(num_shared), int(num_empty), int(num_entries)
 
 
 @compiled_in_place

@@ -30,7 +30,14 @@ from pagedkv.memory.blocks import (
     BlockPool,
 )
 from pagedkv.scheduling.continuous import SchedulerArrays
-from pagedkv.scheduling.queues import RUNNING_SIZE, WAITING_HEAD, WAITING_SIZE, Sequences
+from pagedkv.scheduling.queues import (
+    RUNNING_SIZE,
+    WAITING_HEAD,
+    WAITING_SIZE,
+    Queues,
+    Sequences,
+)
+from pagedkv.server.memory_page.names import Names, make_names, name_of, with_room
 
 BLOCK_FIELDS = ("block", "users", "key_state", "key", "order", "since_ms")
 """Of a row of `Changes.blocks`: users is its reference count; key the first 32 bits of its key;
@@ -66,8 +73,12 @@ class Changes(NamedTuple):
     """[k, 9], see `SEQUENCE_FIELDS`; ascending by name, those that ended first."""
 
 
+_RUN = 256
+"""Blocks that are compared at once; few of such runs have one that differs."""
+
+
 class _Told(NamedTuple):
-    """What has been told of blocks and tables."""
+    """What has been told."""
 
     blocks: NDArray[np.uint32]  # [num_blocks, 6]
     users: NDArray[np.int32]  # [num_blocks], as in `blocks`, and packed for the comparison
@@ -77,6 +88,7 @@ class _Told(NamedTuple):
     held: NDArray[np.int64]  # [num_rows], entries of the row
     counters: NDArray[np.int64]  # [6], those of the pool
     last_order: NDArray[np.int64]  # [1]
+    sequences: NDArray[np.int32]  # [num_columns, 9]
 
 
 class Differ:
@@ -87,6 +99,7 @@ class Differ:
         num_blocks = len(pool.ref_count)
         blocks = np.zeros((num_blocks, len(BLOCK_FIELDS)), dtype=np.uint32)
         blocks[:, 0] = np.arange(num_blocks)
+        none = np.zeros((0, len(SEQUENCE_FIELDS)), dtype=np.int32)
         self._told = _Told(
             blocks=blocks,
             users=np.zeros(num_blocks, dtype=np.int32),
@@ -96,87 +109,113 @@ class Differ:
             held=np.zeros(len(tables.num_tokens), dtype=np.int64),
             counters=np.zeros(len(pool.counters), dtype=np.int64),
             last_order=np.zeros(1, dtype=np.int64),
+            sequences=none,
         )
         # As large as they may come to be; the system gives what was written to.
-        self._changed_blocks = np.empty_like(blocks)
-        self._changed_entries = np.empty((tables.entries.size, len(TABLE_FIELDS)), dtype=np.int32)
-        self._changed_sequences = np.zeros((0, len(SEQUENCE_FIELDS)), dtype=np.int32)
-        self._sequences = np.zeros((0, len(SEQUENCE_FIELDS)), dtype=np.int32)
-        self._names = np.zeros(0, dtype=np.int32)  # of each column
-        self._named = np.zeros(0, dtype=np.int64)  # its generation when it was named
-        self._num_named = 0
+        self._room = Changes(
+            blocks=np.empty_like(blocks),
+            tables=np.empty((tables.entries.size, len(TABLE_FIELDS)), dtype=np.int32),
+            sequences=none,
+        )
+        self._names = make_names()
         self._num_looks = 0
 
     def look(self, arrays: SchedulerArrays, *, block_size: int, now_ms: int) -> Changes:
         """What is different; `now_ms` above 0. Cost: one pass over blocks and table entries."""
         self._num_looks += 1
-        since_ms = now_ms if self._num_looks > 1 else 0
-        pool, tables = arrays.memory
-        told, blocks, entries = self._told, self._changed_blocks, self._changed_entries
-        others = np.flatnonzero((pool.ref_count != told.users) | (pool.key_state != told.key_state))
-        m = _note_tables(tables, told, block_size, entries)
-        n = _note_blocks(arrays.memory, told, others, since_ms, self._num_looks, blocks)
-        return Changes(blocks[:n].copy(), entries[:m].copy(), self._note_sequences(arrays))
-
-    def name_of(self, arrays: SchedulerArrays, column: int) -> int:
-        """The name of the sequence that has `column`: a number, in the order of coming."""
-        self._make_room(len(arrays.generation))
-        if self._named[column] != arrays.generation[column]:
-            self._num_named += 1
-            self._names[column] = self._num_named
-            self._named[column] = arrays.generation[column]
-        return int(self._names[column])
-
-    def _make_room(self, num_columns: int) -> None:
-        missing = num_columns - len(self._names)
-        if missing > 0:
-            self._names = np.concatenate([self._names, np.zeros(missing, dtype=np.int32)])
-            self._named = np.concatenate([self._named, np.full(missing, -1)])
-            more = np.zeros((missing, len(SEQUENCE_FIELDS)), dtype=np.int32)
-            more[:, 0] = np.arange(num_columns - missing, num_columns)
-            self._sequences = np.concatenate([self._sequences, more])
-            self._changed_sequences = np.empty_like(self._sequences)
-
-    def _note_sequences(self, arrays: SchedulerArrays) -> NDArray[np.int32]:
-        self._make_room(len(arrays.is_alive))
-        if (arrays.is_alive & (self._named != arrays.generation)).any():
-            for column in _by_coming(arrays):
-                self.name_of(arrays, column)
-        rows = self._changed_sequences
-        num_computed = arrays.memory.tables.num_computed
-        count = _note_sequences(
-            arrays.sequences, num_computed, arrays.is_alive, self._names, self._sequences, rows
+        names, room = self.names(arrays), self._room
+        n, m, k = _look(
+            arrays.memory,
+            arrays.sequences,
+            arrays.queues,
+            arrays.is_alive,
+            arrays.generation,
+            names,
+            self._told,
+            block_size,
+            now_ms if self._num_looks > 1 else 0,
+            self._num_looks,
+            room,
         )
-        changed: NDArray[np.int32] = rows[:count][np.argsort(rows[:count, 1], kind="stable")]
-        return changed
+        sequences = room.sequences[:k]
+        by_name = sequences[:, 1].argsort(kind="stable")
+        return Changes(room.blocks[:n].copy(), room.tables[:m].copy(), sequences[by_name])
+
+    def names(self, arrays: SchedulerArrays) -> Names:
+        """The names given so far, with room for every column there is; to be used at once."""
+        num_columns = len(arrays.generation)
+        first = len(self._names.name)
+        if num_columns > first:
+            self._names = with_room(self._names, num_columns)
+            more = np.zeros((num_columns - first, len(SEQUENCE_FIELDS)), dtype=np.int32)
+            more[:, 0] = np.arange(first, num_columns)
+            sequences = np.concatenate([self._told.sequences, more])
+            self._told = self._told._replace(sequences=sequences)
+            self._room = self._room._replace(sequences=np.empty_like(sequences))
+        return self._names
 
 
-def _by_coming(arrays: SchedulerArrays) -> list[int]:
-    """The columns that are somebody's: those that run, those that wait, all others."""
-    counters = arrays.queues.counters
-    running = arrays.queues.running[: counters[RUNNING_SIZE]].tolist()
-    places = counters[WAITING_HEAD] + np.arange(counters[WAITING_SIZE])
-    waiting = arrays.queues.waiting[places % len(arrays.queues.waiting)].tolist()
-    return list(dict.fromkeys([*running, *waiting, *np.flatnonzero(arrays.is_alive).tolist()]))
+@compiled_in_place
+def _look(
+    memory: Memory,
+    sequences: Sequences,
+    queues: Queues,
+    is_alive: NDArray[np.bool_],
+    generation: NDArray[np.int64],
+    names: Names,
+    told: _Told,
+    block_size: int,
+    since_ms: int,
+    look: int,
+    changes: Changes,
+) -> tuple[int, int, int]:
+    """Write all rows that differ into `changes`; returns how many, of each of its arrays."""
+    num_entries = _note_tables(memory.tables, told, block_size, changes.tables)
+    num_blocks = _note_blocks(memory, told, since_ms, look, changes.blocks)
+    _name_all(queues, is_alive, generation, names)
+    num_sequences = _note_sequences(
+        sequences, memory.tables.num_computed, is_alive, names, told.sequences, changes.sequences
+    )
+    return num_blocks, num_entries, num_sequences
+
+
+@compiled_in_place
+def _name_all(
+    queues: Queues, is_alive: NDArray[np.bool_], generation: NDArray[np.int64], names: Names
+) -> None:
+    """Name those that have no name: first who runs, then who waits, then all others."""
+    for i in range(queues.counters[RUNNING_SIZE]):
+        column = queues.running[i]
+        name_of(names, column, generation[column])
+    for i in range(queues.counters[WAITING_SIZE]):
+        column = queues.waiting[(queues.counters[WAITING_HEAD] + i) % len(queues.waiting)]
+        name_of(names, column, generation[column])
+    for column in range(len(is_alive)):
+        if is_alive[column]:
+            name_of(names, column, generation[column])
 
 
 @compiled_in_place
 def _note_blocks(
     memory: Memory,
     told: _Told,
-    others: NDArray[np.int64],
     since_ms: int,
     look: int,
     changes: NDArray[np.uint32],
 ) -> int:
     """Write the rows of blocks that differ into `changes`; returns how many.
 
-    `others` have other users, or another state of the key. Tables have been noted.
+    Tables have been noted.
     """
     pool = memory.pool
     count = 0
-    for block in others:
-        count = _note_block(pool, told, block, since_ms, look, changes, count)
+    for first in range(0, len(told.users), _RUN):
+        if _is_as_told(pool, told, first):
+            continue
+        for block in range(first, min(first + _RUN, len(told.users))):
+            is_other = pool.ref_count[block] != told.users[block]
+            if is_other or pool.key_state[block] != told.key_state[block]:
+                count = _note_block(pool, told, block, since_ms, look, changes, count)
     for row in range(len(told.held)):
         for i in range(told.held[row]):
             block = told.entries[row, i]
@@ -188,6 +227,25 @@ def _note_blocks(
         for field in range(told.blocks.shape[1]):
             changes[i, field] = told.blocks[block, field]
     return count
+
+
+@compiled_inline
+def _is_as_told(pool: BlockPool, told: _Told, first: int) -> bool:
+    """Whether `_RUN` blocks from `first` on have the users and states of keys that were told.
+
+    A loop that only gathers, over slices, is one that the processor does many blocks at a time.
+    """
+    users, told_users = pool.ref_count[first : first + _RUN], told.users[first : first + _RUN]
+    states, told_states = (
+        pool.key_state[first : first + _RUN],
+        told.key_state[first : first + _RUN],
+    )
+    differs = 0
+    for i in range(len(users)):
+        differs |= users[i] ^ told_users[i]
+    for i in range(len(states)):
+        differs |= states[i] ^ told_states[i]
+    return differs == 0
 
 
 @compiled_in_place
@@ -297,7 +355,7 @@ def _note_sequences(
     sequences: Sequences,
     num_computed: NDArray[np.int64],
     is_alive: NDArray[np.bool_],
-    names: NDArray[np.int32],
+    names: Names,
     told: NDArray[np.int32],
     changes: NDArray[np.int32],
 ) -> int:
@@ -310,7 +368,7 @@ def _note_sequences(
             now[field] = 0
         if is_alive[column]:
             row = sequences.row[column]
-            now[1] = names[column]
+            now[1] = names.name[column]
             now[2] = sequences.state[column]
             now[3] = row
             now[4] = sequences.prompt_tokens[column]

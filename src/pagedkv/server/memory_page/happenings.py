@@ -6,13 +6,13 @@ tells by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
+from pagedkv.compiling import compiled_in_place
 from pagedkv.scheduling.continuous import SchedulerArrays
-from pagedkv.scheduling.scheduler import ADMITTED, COPIES, FORKED, PREEMPTED
+from pagedkv.scheduling.scheduler import ADMITTED, COPIES, FORKED, PREEMPTED, Plan
+from pagedkv.server.memory_page.names import Names, name_of
 
 ADMISSION, FORK, COPY, PREEMPTION = 0, 1, 2, 3
 """Kinds of happening: a sequence began, or began again, with so many cached tokens; one began with
@@ -31,28 +31,50 @@ class Happenings:
     """Collects what steps did until somebody takes it."""
 
     def __init__(self) -> None:
+        # As `HAPPENING_FIELDS`, with the generation of the column where a name will be.
         self._kept: list[tuple[int, int, int, int]] = []
 
-    def note(self, arrays: SchedulerArrays, name_of: Callable[[int], int]) -> None:
-        """Note the newest step; `name_of` names the sequence of a column."""
-        plan = arrays.plan
-        if not any(plan.counters[COPIES : FORKED + 1].tolist()):
-            return  # as most steps, which only add a token to each sequence
-        kept = self._kept
-        for i in range(plan.counters[PREEMPTED]):
-            column = int(plan.preempted[i])
-            kept.append((PREEMPTION, column, name_of(column), 0))
-        for i in range(plan.counters[ADMITTED]):
-            column = int(plan.admitted[i])
-            kept.append((ADMISSION, column, name_of(column), int(plan.num_cached[i])))
-        for source, target in plan.copies[: plan.counters[COPIES]].tolist():
-            kept.append((COPY, source, target, 0))
-        for i in range(plan.counters[FORKED]):
-            column = int(plan.forked[i])
-            kept.append((FORK, column, name_of(column), 0))
+    @staticmethod
+    def are_any(plan: Plan) -> bool:
+        """Whether the step did anything but add tokens, as few do. The engine waits for this."""
+        num = plan.counters.tolist()
+        return bool(num[COPIES] or num[ADMITTED] or num[PREEMPTED] or num[FORKED])
+
+    def note(self, arrays: SchedulerArrays) -> None:
+        """Note the newest step."""
+        plan, kept = arrays.plan, self._kept
+        num = plan.counters.tolist()
+
+        def keep(kind: int, columns: NDArray[np.int64], what: list[int]) -> None:
+            who = arrays.generation[columns].tolist()
+            kept.extend(zip([kind] * len(what), columns.tolist(), who, what))
+
+        if num[PREEMPTED]:
+            keep(PREEMPTION, plan.preempted[: num[PREEMPTED]], [0] * num[PREEMPTED])
+        if num[ADMITTED]:
+            num_cached = plan.num_cached[: num[ADMITTED]].tolist()
+            keep(ADMISSION, plan.admitted[: num[ADMITTED]], num_cached)
+        if num[COPIES]:
+            copies = plan.copies[: num[COPIES]].tolist()
+            kept.extend((COPY, source, target, 0) for source, target in copies)
+        if num[FORKED]:
+            keep(FORK, plan.forked[: num[FORKED]], [0] * num[FORKED])
         del kept[MOST:]
 
-    def taken(self) -> NDArray[np.int32]:
-        """All of them in order, int32 [n, 4], see `HAPPENING_FIELDS`; they are kept no more."""
-        taken, self._kept = self._kept, []
-        return np.array(taken, dtype=np.int32).reshape(-1, len(HAPPENING_FIELDS))
+    def taken(self, names: Names) -> NDArray[np.int32]:
+        """All of them in order, int32 [n, 4], see `HAPPENING_FIELDS`; they are kept no more.
+
+        Who has no name yet is named. `names` has room for all columns.
+        """
+        kept, self._kept = self._kept, []
+        taken = np.array(kept, dtype=np.int64).reshape(-1, len(HAPPENING_FIELDS))
+        _name(taken, names)
+        return taken.astype(np.int32)
+
+
+@compiled_in_place
+def _name(happenings: NDArray[np.int64], names: Names) -> None:
+    """Put names in the place of generations."""
+    for i in range(len(happenings)):
+        if happenings[i, 0] != COPY:
+            happenings[i, 2] = name_of(names, happenings[i, 1], happenings[i, 2])

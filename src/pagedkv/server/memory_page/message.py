@@ -19,7 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_TYPES = {"<u4": "Uint32Array", "<i4": "Int32Array", "<f4": "Float32Array"}
+_TYPES = {
+    np.dtype(np.uint32): (np.dtype("<u4"), "Uint32Array"),
+    np.dtype(np.int32): (np.dtype("<i4"), "Int32Array"),
+    np.dtype(np.float32): (np.dtype("<f4"), "Float32Array"),
+}
+"""How each is sent, and what JavaScript calls it."""
 
 
 def message(facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
@@ -27,9 +32,9 @@ def message(facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> byt
     described = []
     pieces = []
     for name, array in arrays.items():
-        plain = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-        described.append((name, _TYPES[plain.dtype.str], plain.shape))
-        pieces.append(plain.tobytes())
+        sent, kind = _TYPES[array.dtype]
+        described.append((name, kind, array.shape))
+        pieces.append(array.astype(sent, copy=False).tobytes())
     head = json.dumps({**facts, "arrays": described}, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 4)
     size = 4 + len(head) + sum(map(len, pieces))

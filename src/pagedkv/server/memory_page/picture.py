@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from pagedkv.compiling import compiled_in_place
 from pagedkv.memory.block_table import NO_BLOCK
 from pagedkv.server.memory_page.changes import (
     BLOCK_FIELDS,
@@ -25,19 +26,16 @@ class Picture:
 
     def apply(self, changes: Changes) -> list[int]:
         """What was told is so from now on. Returns the names of the sequences that ended."""
-        self.blocks[changes.blocks[:, 0]] = changes.blocks
-        row, logical_block, block = changes.tables.T
-        self.tables[row, logical_block] = block
         columns = changes.sequences[:, 0]
         missing = int(columns.max(initial=-1)) + 1 - len(self.sequences)
         if missing > 0:
             more = np.zeros((missing, len(SEQUENCE_FIELDS)), dtype=np.int32)
             more[:, 0] = np.arange(len(self.sequences), len(self.sequences) + missing)
             self.sequences = np.concatenate([self.sequences, more])
-        before = self.sequences[columns, 1]
-        self.sequences[columns] = changes.sequences
-        ended: list[int] = before[(before > 0) & (before != changes.sequences[:, 1])].tolist()
-        return ended
+        ended = np.empty(len(columns), dtype=np.int32)
+        num_ended = _apply(changes, self.blocks, self.tables, self.sequences, ended)
+        names: list[int] = ended[:num_ended].tolist()
+        return names
 
     def whole(self) -> Changes:
         """All of it, as changes to a memory whose blocks are free and which has no sequences."""
@@ -55,3 +53,29 @@ class Picture:
         alive = self.sequences[self.sequences[:, 1] > 0]
         ordered: NDArray[np.int32] = alive[np.argsort(alive[:, 1], kind="stable")]
         return ordered
+
+
+@compiled_in_place
+def _apply(
+    changes: Changes,
+    blocks: NDArray[np.uint32],
+    tables: NDArray[np.int32],
+    sequences: NDArray[np.int32],
+    ended: NDArray[np.int32],
+) -> int:
+    """Apply all changes; returns how many sequences ended, whose names are in `ended` then."""
+    for i in range(len(changes.blocks)):
+        block = changes.blocks[i, 0]
+        for field in range(blocks.shape[1]):
+            blocks[block, field] = changes.blocks[i, field]
+    for i in range(len(changes.tables)):
+        tables[changes.tables[i, 0], changes.tables[i, 1]] = changes.tables[i, 2]
+    num_ended = 0
+    for i in range(len(changes.sequences)):
+        column = changes.sequences[i, 0]
+        if sequences[column, 1] > 0 and sequences[column, 1] != changes.sequences[i, 1]:
+            ended[num_ended] = sequences[column, 1]
+            num_ended += 1
+        for field in range(sequences.shape[1]):
+            sequences[column, field] = changes.sequences[i, field]
+    return num_ended

@@ -30,7 +30,8 @@ class Twin:
         self._longest = longest
         self._regions = regions.make_regions(num_slots, max_regions=max_regions)
         self._seats = max_regions
-        self._placed: dict[int, tuple[int, int, int]] = {}  # by name
+        self._placed: dict[int, int] = {}  # by name: where its region starts
+        self._column_at: dict[int, int] = {}  # by where the region starts
         self._waiting: deque[int] = deque()
         self._alive: dict[int, tuple[int, int]] = {}  # by name: column, most tokens
         self.is_blocked = False
@@ -42,12 +43,17 @@ class Twin:
         Returns whether any region differs now.
         """
         is_any_free = False
+        if not self._placed.keys() >= set(ended):
+            gone = set(ended)
+            self._waiting = deque(name for name in self._waiting if name not in gone)
         for name in ended:
             del self._alive[name]
             if name in self._placed:
-                regions.remove(self._regions, self._placed.pop(name)[0])
+                start = self._placed.pop(name)
+                regions.remove(self._regions, start)
+                del self._column_at[start]
                 is_any_free = True
-        for column, name, most in came[:, [0, 1, 7]].tolist():
+        for column, name, *_, most, _ in came.tolist():
             self._alive[name] = column, most
             self._waiting.append(name)
         return self._place_waiting() or is_any_free
@@ -55,8 +61,12 @@ class Twin:
     @property
     def rows(self) -> NDArray[np.int32]:
         """All regions by address, int32 [n, 3], see `REGION_FIELDS`."""
-        ordered = sorted(self._placed.values())
-        return np.array(ordered, dtype=np.int32).reshape(-1, len(REGION_FIELDS))
+        num_placed = len(self._placed)
+        rows = np.empty((num_placed, len(REGION_FIELDS)), dtype=np.int32)
+        rows[:, 0] = self._regions.start[:num_placed]
+        rows[:, 1] = self._regions.size[:num_placed]
+        rows[:, 2] = [self._column_at[start] for start in self._regions.start[:num_placed].tolist()]
+        return rows
 
     @property
     def waiting_columns(self) -> list[int]:
@@ -65,7 +75,6 @@ class Twin:
 
     def _place_waiting(self) -> bool:
         """Place those who wait, in order, until one does not fit."""
-        self._waiting = deque(name for name in self._waiting if name in self._alive)
         any_placed = self.is_blocked = False
         while self._waiting and len(self._placed) < self._seats:
             column, most = self._alive[self._waiting[0]]
@@ -75,6 +84,7 @@ class Twin:
             if start < 0:
                 self.is_blocked = True
                 break
-            self._placed[self._waiting.popleft()] = (int(start), size, column)
+            self._placed[self._waiting.popleft()] = int(start)
+            self._column_at[int(start)] = column
             any_placed = True
         return any_placed

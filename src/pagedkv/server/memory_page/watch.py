@@ -239,15 +239,15 @@ class _Session:
             return
         self.is_stirred = True
         scheduler = engine.scheduler
-        # Not those scheduled: one that is begun ahead has done nothing yet, and the last of all
-        # ends without another.
-        if scheduler.num_concluded != self._num_steps:
-            self._num_steps = scheduler.num_concluded
-            arrays = scheduler.arrays
-            try:
-                self._happenings.note(arrays, lambda s: self._differ.name_of(arrays, s))
-            except Exception as failure:
-                self._fail(failure)
+        try:
+            if Happenings.are_any(scheduler.newest_plan):
+                # Not those scheduled: one that is begun ahead has done nothing yet, and the last
+                # of all ends without another.
+                if scheduler.num_concluded != self._num_steps:
+                    self._happenings.note(scheduler.arrays)
+                self._num_steps = scheduler.num_concluded
+        except Exception as failure:
+            self._fail(failure)
         if self._is_asked:
             self.look_if_asked(engine)
 
@@ -303,9 +303,12 @@ class _Session:
 
     def _look(self, engine: Engine) -> _Look:
         scheduler = engine.scheduler
+        arrays = scheduler.arrays
         now_s = time.perf_counter() - self._began_s
+        # Before the look: names go by the order of coming.
+        happenings = self._happenings.taken(self._differ.names(arrays))
         changes = self._differ.look(
-            scheduler.arrays, block_size=scheduler.block_size, now_ms=int(now_s * 1000) + 1
+            arrays, block_size=scheduler.block_size, now_ms=int(now_s * 1000) + 1
         )
         statistics = engine.statistics()
         memory = statistics.memory
@@ -327,7 +330,7 @@ class _Session:
             "evicted_blocks": memory.evicted_blocks,
             "output_tokens": statistics.output_tokens,
         }
-        return _Look(now_s, changes, self._happenings.taken(), counters)
+        return _Look(now_s, changes, happenings, counters)
 
     def _fail(self, failure: Exception) -> None:
         """End the watching; the engine goes on."""
@@ -343,10 +346,12 @@ def _compile() -> None:
     """Have compiled code at hand before the engine has to wait for it."""
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8)
     scheduler = Scheduler(4, config, block_size=2, max_model_len=6)
-    differ = Differ(scheduler.arrays)
+    differ, happenings = Differ(scheduler.arrays), Happenings()
     scheduler.add([1, 2, 3], max_new_tokens=2)
     scheduler.schedule()
     scheduler.commit([4])
+    happenings.note(scheduler.arrays)
+    happenings.taken(differ.names(scheduler.arrays))
     changes = differ.look(scheduler.arrays, block_size=2, now_ms=1)
     twin = Twin(8, max_regions=2, longest=None)
     twin.follow([], changes.sequences)
