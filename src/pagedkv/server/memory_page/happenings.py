@@ -42,23 +42,20 @@ class Happenings:
 
     def note(self, arrays: SchedulerArrays) -> None:
         """Note the newest step."""
-        plan, kept = arrays.plan, self._kept
+        plan, generation, kept = arrays.plan, arrays.generation, self._kept
         num = plan.counters.tolist()
-
-        def keep(kind: int, columns: NDArray[np.int64], what: list[int]) -> None:
-            who = arrays.generation[columns].tolist()
-            kept.extend(zip([kind] * len(what), columns.tolist(), who, what))
-
-        if num[PREEMPTED]:
-            keep(PREEMPTION, plan.preempted[: num[PREEMPTED]], [0] * num[PREEMPTED])
-        if num[ADMITTED]:
-            num_cached = plan.num_cached[: num[ADMITTED]].tolist()
-            keep(ADMISSION, plan.admitted[: num[ADMITTED]], num_cached)
-        if num[COPIES]:
-            copies = plan.copies[: num[COPIES]].tolist()
-            kept.extend((COPY, source, target, 0) for source, target in copies)
-        if num[FORKED]:
-            keep(FORK, plan.forked[: num[FORKED]], [0] * num[FORKED])
+        # Item by item: of each kind there is rarely more than one.
+        for i in range(num[PREEMPTED]):
+            column = plan.preempted.item(i)
+            kept.append((PREEMPTION, column, generation.item(column), 0))
+        for i in range(num[ADMITTED]):
+            column = plan.admitted.item(i)
+            kept.append((ADMISSION, column, generation.item(column), plan.num_cached.item(i)))
+        for i in range(num[COPIES]):
+            kept.append((COPY, plan.copies.item(i, 0), plan.copies.item(i, 1), 0))
+        for i in range(num[FORKED]):
+            column = plan.forked.item(i)
+            kept.append((FORK, column, generation.item(column), 0))
         del kept[MOST:]
 
     def taken(self, names: Names) -> NDArray[np.int32]:

@@ -8,12 +8,14 @@ region is as long as the model's longest sequence, or, at best, as what the requ
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pagedkv.compiling import compiled
 from pagedkv.simulate import regions
 
 REGION_FIELDS = ("start", "size", "column")
@@ -42,21 +44,20 @@ class Twin:
 
         Returns whether any region differs now.
         """
-        is_any_free = False
         if not self._placed.keys() >= set(ended):
             gone = set(ended)
             self._waiting = deque(name for name in self._waiting if name not in gone)
+        left = [self._placed.pop(name) for name in ended if name in self._placed]
+        if left:
+            _remove_all(self._regions, np.array(left, dtype=np.int64))
+        for start in left:
+            del self._column_at[start]
         for name in ended:
             del self._alive[name]
-            if name in self._placed:
-                start = self._placed.pop(name)
-                regions.remove(self._regions, start)
-                del self._column_at[start]
-                is_any_free = True
         for column, name, *_, most, _ in came.tolist():
             self._alive[name] = column, most
             self._waiting.append(name)
-        return self._place_waiting() or is_any_free
+        return self._place_waiting() or bool(left)
 
     @property
     def rows(self) -> NDArray[np.int32]:
@@ -75,16 +76,34 @@ class Twin:
 
     def _place_waiting(self) -> bool:
         """Place those who wait, in order, until one does not fit."""
-        any_placed = self.is_blocked = False
-        while self._waiting and len(self._placed) < self._seats:
-            column, most = self._alive[self._waiting[0]]
+        first = list(itertools.islice(self._waiting, self._seats - len(self._placed)))
+        starts: list[int] = []
+        if first:
             # Nothing is computed after the last token, so it needs no slot.
-            size = self._longest or max(most - 1, 1)
-            start = regions.place(self._regions, regions.BEST_FIT, size)
-            if start < 0:
-                self.is_blocked = True
-                break
-            self._placed[self._waiting.popleft()] = int(start)
-            self._column_at[int(start)] = column
-            any_placed = True
-        return any_placed
+            sizes = [self._longest or max(self._alive[name][1] - 1, 1) for name in first]
+            found = np.empty(len(first), dtype=np.int64)
+            num_placed = _place_all(self._regions, np.array(sizes, dtype=np.int64), found)
+            starts = found[:num_placed].tolist()
+        for name, start in zip(first, starts):
+            self._waiting.popleft()
+            self._placed[name] = start
+            self._column_at[start] = self._alive[name][0]
+        self.is_blocked = len(starts) < len(first)
+        return bool(starts)
+
+
+@compiled
+def _remove_all(memory: regions.Regions, starts: NDArray[np.int64]) -> None:
+    """Give back the regions that begin at `starts`."""
+    for start in starts:
+        regions.remove(memory, start)
+
+
+@compiled
+def _place_all(memory: regions.Regions, sizes: NDArray[np.int64], starts: NDArray[np.int64]) -> int:
+    """Place regions of `sizes` until one does not fit; returns how many begin at `starts` now."""
+    for i in range(len(sizes)):
+        starts[i] = regions.place(memory, regions.BEST_FIT, sizes[i])
+        if starts[i] < 0:
+            return i
+    return len(sizes)
