@@ -203,6 +203,44 @@ def test_a_head_has_an_end_and_bodies_and_many_heads_may_be_longer() -> None:
     asyncio.run(run())
 
 
+def test_what_came_before_a_head_is_no_part_of_it_and_every_head_is_bounded() -> None:
+    async def run() -> None:
+        connection = Connection()
+        post = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
+        for i in range(3):
+            for piece in (post[:30], post[30:], b"x" * 50_000, b"x" * 50_000):
+                await connection.asks(piece)
+            assert connection.transport.written.count(b" 200 ") == i + 1
+        assert b" 431 " not in connection.transport.written
+        begun = GET[:-2] + b"X-More: "
+        await connection.asks(begun + b"y" * (65_536 - len(begun)))
+        assert connection.transport.calls == []
+        await connection.asks(b"y")
+        assert b" 431 " in connection.transport.written
+        assert connection.transport.calls == ["close"]
+
+    asyncio.run(run())
+
+
+def test_a_connection_whose_next_request_is_there_already_is_not_idle() -> None:
+    async def run() -> None:
+        connection = Connection()
+        connection.may_answer.clear()
+        await connection.asks(GET + GET)
+        connection.may_answer.set()
+        await asyncio.sleep(0)  # the first is answered
+        connection.may_answer.clear()
+        await connection.asks(b"")
+        assert connection.transport.written.count(b" 200 ") == 1
+        assert connection.waiting(11.0) == []
+        connection.may_answer.set()
+        await connection.asks(b"")
+        assert connection.transport.written.count(b" 200 ") == 2
+        assert len(connection.waiting(11.0)) == 1
+
+    asyncio.run(run())
+
+
 def test_there_are_not_more_connections_than_the_system_has_files_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

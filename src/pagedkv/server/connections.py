@@ -45,9 +45,10 @@ def bounded_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
             """Read on, as long as the head of a request has an end."""
             if self.transport.is_closing():
                 return
-            self._head_bytes += len(data)
             super().data_received(data)
-            if self._head_bytes > _MAX_HEAD_BYTES and self._is_in_head:
+            # Only of a head that has no end yet: a body came before it on the same connection.
+            self._head_bytes = self._head_bytes + len(data) if self._is_in_head else 0
+            if self._head_bytes > _MAX_HEAD_BYTES:
                 self._refuse(431, b"Request Header Fields Too Large", b"")
 
         def on_message_begin(self) -> None:
@@ -58,7 +59,6 @@ def bounded_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
         def on_headers_complete(self) -> None:
             """A request has said what it wants."""
             self._is_in_head = False
-            self._head_bytes = 0
             self._stop_timer()
             super().on_headers_complete()
 
@@ -93,12 +93,10 @@ def bounded_protocol(limits: ServerLimits) -> type[HttpToolsProtocol]:
         def _stop_timer(self) -> None:
             if self._idle_timer is not None:
                 self._idle_timer.cancel()
-                self._idle_timer = None
 
         def _stop_stuck_timer(self) -> None:
             if self._stuck_timer is not None:
                 self._stuck_timer.cancel()
-                self._stuck_timer = None
 
         def _refuse(self, status: int, reason: bytes, header: bytes) -> None:
             self.transport.write(
