@@ -151,10 +151,7 @@ class Exchange:
 
     async def _news(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        await self._waiter
 
 
 def _told(reason: BaseException) -> Exception:

@@ -216,7 +216,7 @@ class Serving:
         """Go on letting streams say that they wait, where they have said nothing. For a task."""
         while True:
             await asyncio.sleep(self.limits.silent_s / 2)
-            for exchange in list(self.exchanges):
+            for exchange in self.exchanges:
                 if exchange.is_streamed:
                     exchange.remind()
 
