@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +16,7 @@ pytest.importorskip("prometheus_client", reason="needs the extra [server]")
 
 from pagedkv.engine import SamplingParams
 from pagedkv.engine.outputs import Chunk
-from pagedkv.errors import InvalidInput
+from pagedkv.errors import BrokenLaw, InvalidInput
 from pagedkv.server import serving as served
 from pagedkv.server.errors import ApiError, BrokenOff
 from pagedkv.server.exchange import ClientLeft, Exchange
@@ -29,6 +32,13 @@ class Engine:
         self.recording_failure: str | None = None
         self.withdrawn: list[Any] = []
         self.listeners: list[Any] = []
+        self.vocab_size = 100
+        self.max_model_len = 50
+        self.budget = SimpleNamespace(num_blocks=12, block_size=4)
+        self.num_steps = 0
+        self.num_checks = 0
+        self.is_broken = False
+        self.scheduler = self
 
     def watch(self, watcher: Any) -> None:
         self.watcher = watcher
@@ -39,6 +49,15 @@ class Engine:
 
     def withdraw(self, order: Any) -> None:
         self.withdrawn.append(order.ids)
+
+    @contextlib.contextmanager
+    def between_steps(self) -> Iterator[Engine]:
+        yield self
+
+    def verify(self) -> None:
+        self.num_checks += 1
+        if self.is_broken:
+            raise BrokenLaw(["law 1 does not hold"])
 
 
 @pytest.fixture
@@ -96,6 +115,9 @@ def test_whoever_may_not_wait_is_told_when_half_of_those_who_do_will_have_gone(
         if i == 0:
             clock.append(118.0)
             assert refused(played).retry_after_s == 1  # one end is no pace
+        if i == 1:
+            clock.append(113.0)
+            assert refused(played).retry_after_s == 23  # two in 3 seconds, and 15 are to go
     clock.append(130.0)
     assert refused(played).retry_after_s == 30  # ten in 20 seconds, and 15 are to go
     clock.append(1_000.0)
@@ -180,7 +202,9 @@ def test_refusals_are_counted_failures_of_ours_and_what_was_let_in_are_not() -> 
     assert played.counted("refused", "failed") is None
 
 
-def test_of_what_is_not_streamed_only_beginnings_and_ends_are_handed_over() -> None:
+def test_of_what_is_not_streamed_only_beginnings_and_ends_are_handed_over(
+    clock: list[float],
+) -> None:
     for is_streamed, kept in ((False, [0, 1, 4, 5]), (True, [0, 1, 2, 3, 4, 5])):
         played = Played()
         played.ask(is_streamed=is_streamed, n=2)
@@ -193,15 +217,14 @@ def test_of_what_is_not_streamed_only_beginnings_and_ends_are_handed_over() -> N
             Chunk(0, "e", (5,), None, "stop"),
             Chunk(1, "f", (), None, "abort"),
         ]
-        for chunk in news:
+        for i, chunk in enumerate(news):
+            clock.append(100.0 + i * i)
             tell(chunk)
         assert [said for _, _, said in played.serving._said] == [news[i] for i in kept]
-        [count] = [
-            sample.value
-            for sample in played.serving._metrics.gaps.family().samples
-            if sample.name.endswith("_count")
-        ]
-        assert count == 3  # an abort brings no token
+        samples = played.serving._metrics.gaps.family().samples
+        counted = {sample.name.rpartition("_")[2]: sample.value for sample in samples}
+        # An abort brings no token. The others came after 0, 1, 4, 9 and 16 seconds.
+        assert counted["count"] == 3 and counted["sum"] == (4 - 0) + (9 - 1) + (16 - 4)
 
 
 def test_what_is_said_after_the_loop_is_closed_is_said_to_nobody() -> None:
@@ -218,3 +241,151 @@ def test_what_is_said_after_the_loop_is_closed_is_said_to_nobody() -> None:
         played.engine.watcher(SimpleNamespace(last_step=times))
     assert played.serving._said == []
     assert played.serving._metrics.registry.get_sample_value("pagedkv_step_seconds_count") == 1
+
+
+def test_what_is_said_in_one_step_wakes_all_whom_it_concerns_and_failures_are_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run() -> None:
+        played = Played()
+        played.serving.start()
+        failure = RuntimeError("no power")
+        for news in (Chunk(0, "a", (5,), None, None), failure, InvalidInput("too long")):
+            exchanges = [played.ask(is_streamed=True) for _ in range(3)]
+            waiting = [asyncio.create_task(exchange.chunks()) for exchange in exchanges]
+            await asyncio.sleep(0)
+            for tell in played.engine.listeners[-3:]:
+                tell(news)
+            played.engine.watcher(SimpleNamespace(last_step=None))
+            told = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 60)
+            if isinstance(news, Chunk):
+                assert told == [[(0, news)]] * 3
+            else:
+                assert all(str(news) in str(found) for found in told)
+
+    asyncio.run(run())
+    assert [record.getMessage() for record in caplog.records] == ["a step failed: no power"]
+
+
+def test_all_that_are_under_way_are_broken_off() -> None:
+    played = Played()
+    exchanges = [played.ask() for _ in range(3)]
+    played.serving.break_off_all(reason := BrokenOff.shutting_down())
+    assert [exchange.reason for exchange in exchanges] == [reason] * 3
+    assert not played.serving.is_busy
+
+
+def test_streams_that_say_nothing_are_reminded_twice_in_that_time_and_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        played = Played(silent_s=8)
+        slept_s: list[float] = []
+        sleep = asyncio.sleep
+
+        async def slept(delay_s: float) -> None:
+            slept_s.append(delay_s)
+            await sleep(0)
+
+        waiting = [
+            asyncio.create_task(played.ask(is_streamed=is_streamed).chunks())
+            for is_streamed in (True, False)
+        ]
+        monkeypatch.setattr(served.asyncio, "sleep", slept)
+        reminding = asyncio.create_task(played.serving.remind_silent_streams())
+        assert await asyncio.wait_for(waiting[0], 60) == []
+        for _ in range(9):
+            await sleep(0)
+        assert not waiting[1].done() and set(slept_s) == {4.0}
+        for task in (reminding, waiting[1]):
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def test_laws_are_checked_after_steps_while_nobody_waits_until_one_is_broken(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def at_once(look: Callable[[], Any]) -> Any:
+        return look()
+
+    monkeypatch.setattr(served.asyncio, "to_thread", at_once)
+
+    async def run() -> None:
+        played = Played()
+        engine, serving = played.engine, played.serving
+
+        async def checks() -> int:
+            """How many there were, when there was time for some more."""
+            for _ in range(9):
+                await asyncio.sleep(0)
+            return engine.num_checks
+
+        checking = asyncio.create_task(serving.verify_when_idle(0.0))
+        assert await checks() == 0
+        engine.num_steps = 5
+        exchange = played.ask()
+        assert await checks() == 0
+        exchange.close()
+        assert await checks() == 1
+        engine.is_broken = True
+        assert await checks() == 1
+        engine.num_steps = 6
+        assert await checks() == 2 and serving.broken_law is not None
+        engine.num_steps = 7
+        assert await checks() == 2 and not checking.done()
+        with pytest.raises(BrokenLaw):
+            await serving.verify()
+        assert refused(played).code == "broken_law"
+        checking.cancel()
+
+    asyncio.run(run())
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_who_asks_whether_the_laws_hold_waits_for_who_asks_already(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_looking = 0
+
+    async def slowly(look: Callable[[], Any]) -> Any:
+        nonlocal num_looking
+        assert num_looking == 0  # or all threads that there are could look at once
+        num_looking += 1
+        await asyncio.sleep(0)
+        num_looking -= 1
+        return look()
+
+    monkeypatch.setattr(served.asyncio, "to_thread", slowly)
+    played = Played()
+
+    async def run() -> None:
+        await asyncio.gather(*(played.serving.verify() for _ in range(3)))
+
+    asyncio.run(run())
+    assert played.engine.num_checks == 3
+
+
+def test_token_ids_that_the_model_has_not_are_named_and_many_of_them_counted() -> None:
+    check = Played().serving.check_vocabulary
+    check((), param="x")
+    check((0, 99), param="x")
+    for wrong, told in (
+        ((5, -1), "-1:"),
+        ((100, 5), "100:"),
+        ((101, 102, 101, 103, 104, 105), "101, 102, 103, 104, 105:"),
+        (range(100, 107), "100, 101, 102, 103, 104 and 2 more:"),
+    ):
+        with pytest.raises(ApiError) as refusal:
+            check(wrong, param="x")
+        assert refusal.value.message.startswith(f"x has {told} not 0 to 99")
+
+
+def test_an_answer_may_be_as_long_as_the_model_and_the_memory_take() -> None:
+    played = Played()
+    for max_model_len, of, longest in ((48, "model", 48), (49, "model", 49), (50, "memory", 49)):
+        played.engine.max_model_len = max_model_len
+        played.serving.check_room(40, longest - 40, param="max_tokens")
+        with pytest.raises(ApiError, match=f"at most {longest - 40}, since the {of} takes"):
+            played.serving.check_room(40, longest - 39, param="max_tokens")
+        played.serving.check_room(longest, 5, param="max_tokens")  # the engine's to refuse

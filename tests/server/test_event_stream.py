@@ -76,10 +76,16 @@ def stream(events: AsyncIterator[bytes], exchange: Ends) -> EventStream:
 def test_a_stream_has_a_beginning_its_pieces_and_an_end() -> None:
     async def run() -> None:
         client, exchange = Client(), Ends()
-        await stream(pieces(b"a", b"b"), exchange)({}, client.receive, client.send)
+
+        async def send(message: Any) -> None:
+            assert exchange.told == []  # it counts as open until its end was taken
+            await client.send(message)
+
+        await stream(pieces(b"a", b"b"), exchange)({}, client.receive, send)
         start, *bodies = client.sent
         assert start["type"] == "http.response.start" and start["status"] == 200
-        assert b"content-length" not in dict(start["headers"])
+        headers = dict(start["headers"])
+        assert b"content-length" not in headers and headers[b"cache-control"] == b"no-cache"
         assert [(body["body"], body["more_body"]) for body in bodies] == [
             *((b"a", True), (b"b", True), (b"", False))
         ]
@@ -158,6 +164,23 @@ def test_whoever_waits_for_a_future_leaves_nothing_behind() -> None:
         with pytest.raises(ClientLeft):
             await unless_left(client.receive, waiting)
         assert waiting.cancelled()
+        await settle()
+        assert nothing_is_left()
+
+    asyncio.run(run())
+
+
+def test_what_is_found_as_its_client_leaves_is_given_to_nobody() -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        client = Client()
+        found: asyncio.Future[int] = loop.create_future()
+        loop.call_soon(found.set_result, 5)
+        # In the turn in which whoever waits for it is woken, and after that.
+        loop.call_soon(loop.call_soon, client.leaves.set)
+        with pytest.raises(ClientLeft):
+            await unless_left(client.receive, found)
+        assert found.result() == 5
         await settle()
         assert nothing_is_left()
 

@@ -23,7 +23,7 @@ from models.tiny_server import MODEL, TinyServer, tiny_server
 from pagedkv.engine.outputs import Chunk
 from pagedkv.engine.statistics import StepTimes
 from pagedkv.server.limits import ServerLimits
-from pagedkv.server.metrics import REFUSALS, AnswerTimes, Metrics, TokenGaps
+from pagedkv.server.metrics import FINISHES, REFUSALS, AnswerTimes, Metrics, TokenGaps
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -75,9 +75,9 @@ class Answering:
             samples=[SimpleNamespace(token_ids=[7] * count) for count in (5, 1)],
         )
 
-    def came(self, sample: int, now_s: float, finish: Any = None) -> None:
+    def came(self, sample: int, now_s: float, finish: Any = None, *, place: int = 0) -> None:
         chunk = Chunk(sample, "x", token_ids=(7,), logprobs=None, finish_reason=finish)
-        self.times.note(0, chunk, self.request, now_s)
+        self.times.note(place, chunk, self.request, now_s)
 
     def counted(self, name: str) -> tuple[float | None, float | None]:
         """Sum and count of a histogram."""
@@ -109,6 +109,28 @@ def test_an_answer_is_timed_from_its_arrival_and_from_token_to_token() -> None:
     value = answering.metrics.registry.get_sample_value
     assert value("pagedkv_cached_prompt_tokens_total") == 2
     assert value("pagedkv_prompt_tokens_total") == 3
+
+
+def test_prompts_of_one_request_are_counted_apart() -> None:
+    answering = Answering(num_answers=2)
+    answering.came(0, 11.0, "stop", place=0)
+    answering.came(1, 12.0, "stop", place=1)
+    assert answering.counted("request_max_output_tokens") == (0, 0)  # one more for each
+    answering.came(0, 12.0, "stop", place=1)
+    assert answering.counted("request_max_output_tokens") == (5.0, 1)
+    assert answering.counted("request_preemptions") == (4.0, 1)
+    assert answering.counted("time_to_first_token_seconds") == (pytest.approx(1.0 + 2.0), 2)
+    assert answering.counted("request_prompt_tokens") == (6.0, 2)
+
+
+def test_who_ends_without_having_been_admitted_has_not_been_computed() -> None:
+    answering = Answering(admitted_s=None)
+    answering.request.num_cached_tokens = None
+    answering.came(1, 11.0, "stop")
+    for name in ("queue", "prefill", "inference"):
+        assert answering.counted(f"request_{name}_time_seconds") == (0, 0)
+    assert answering.counted("request_computed_prompt_tokens") == (3.0, 1)
+    assert answering.counted("request_duration_seconds") == (1.0, 1)
 
 
 @pytest.mark.parametrize(
@@ -147,14 +169,17 @@ def test_gaps_between_tokens_are_counted_at_and_below_their_bounds() -> None:
     assert found["count"] == 6 and found["sum"] == pytest.approx(62.6526)
 
 
-def test_the_parts_of_a_step_are_its_whole_and_a_memory_in_use_has_its_share() -> None:
+def test_every_number_is_on_the_page_under_its_own_name() -> None:
     metrics = Metrics()
     metrics.steps.note(StepTimes(scheduling_s=0.25, forward_s=1.0, sampling_s=0.5, total_s=2.0))
-    memory = dict.fromkeys(
-        ("num_running", "cached_blocks", "free_blocks", "shared_blocks", "num_steps"), 1
-    ) | dict.fromkeys(("computed_tokens", "preemptions", "recomputed_tokens", "evicted_blocks"), 2)
+    for count, finish in enumerate(FINISHES, 51):
+        metrics.requests.finished.labels(finish).inc(count)
+    metrics.requests.prompt_tokens.inc(60)
+    metrics.requests.cached_tokens.inc(20)
+    memory = {"num_running": 1, "shared_blocks": 2, "cached_blocks": 7, "free_blocks": 8}
     memory |= {"num_blocks": 12, "used_blocks": 3, "block_size": 4, "waste": 0.25}
-    memory |= {"query_tokens": 40, "hit_tokens": 30}
+    memory |= {"query_tokens": 40, "hit_tokens": 30, "num_steps": 9, "computed_tokens": 10}
+    memory |= {"preemptions": 13, "recomputed_tokens": 14, "evicted_blocks": 15}
     statistics: Any = SimpleNamespace(
         memory=SimpleNamespace(**memory),
         requests=5,
@@ -162,22 +187,42 @@ def test_the_parts_of_a_step_are_its_whole_and_a_memory_in_use_has_its_share() -
         readmitted_tokens=20,
         readmitted_hit_tokens=8,
     )
-    page = metrics.page(statistics, model_name="m", num_waiting=2).decode()
+    page = metrics.page(statistics, model_name="m", num_waiting=16).decode()
     for line in (
         'pagedkv_step_part_seconds_total{part="scheduling"} 0.25',
         'pagedkv_step_part_seconds_total{part="forward"} 1.0',
         'pagedkv_step_part_seconds_total{part="sampling"} 0.5',
         'pagedkv_step_part_seconds_total{part="other"} 0.25',
+        "pagedkv_requests_running 1.0",
+        "pagedkv_requests_waiting 16.0",
+        "pagedkv_blocks 12.0",
+        "pagedkv_block_size_tokens 4.0",
+        "pagedkv_blocks_used 3.0",
+        "pagedkv_blocks_shared 2.0",
+        "pagedkv_blocks_cached 7.0",
+        "pagedkv_blocks_free 8.0",
         "pagedkv_used_blocks_fill_ratio 0.75",
+        "pagedkv_requests_total 5.0",
+        "pagedkv_output_tokens_total 6.0",
+        "pagedkv_steps_total 9.0",
+        "pagedkv_computed_tokens_total 10.0",
+        "pagedkv_preemptions_total 13.0",
+        "pagedkv_recomputed_tokens_total 14.0",
+        "pagedkv_evicted_blocks_total 15.0",
+        'vllm:request_success_total{finished_reason="stop",model_name="m"} 51.0',
+        'vllm:request_success_total{finished_reason="error",model_name="m"} 54.0',
+        'vllm:prompt_tokens_by_source_total{model_name="m",source="local_compute"} 40.0',
+        'vllm:prompt_tokens_by_source_total{model_name="m",source="local_cache_hit"} 20.0',
         'vllm:kv_cache_usage_perc{model_name="m"} 0.25',
         'pagedkv_prefix_query_tokens_total{admission="again"} 20.0',
         'pagedkv_prefix_hit_tokens_total{admission="again"} 8.0',
         'vllm:prefix_cache_queries_total{model_name="m"} 40.0',
         'vllm:prefix_cache_hits_total{model_name="m"} 30.0',
-        'vllm:num_requests_waiting{model_name="m"} 2.0',
+        'vllm:num_requests_waiting{model_name="m"} 16.0',
         'vllm:cache_config_info{block_size="4",model_name="m",num_gpu_blocks="12"} 1.0',
     ):
         assert f"\n{line}\n" in page, line
+    assert "_created" not in page
 
 
 def test_requests_and_tokens_are_counted(server: TinyServer) -> None:

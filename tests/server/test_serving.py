@@ -23,6 +23,7 @@ import openai
 from models.tiny_server import MODEL, TinyServer, tiny_server
 from pagedkv.engine import SamplingParams
 from pagedkv.engine.outputs import Chunk
+from pagedkv.engine.request import Request
 from pagedkv.errors import BrokenLaw, InvalidInput
 from pagedkv.server.app import create_app
 from pagedkv.server.errors import ApiError, BrokenOff
@@ -56,6 +57,8 @@ def test_past_the_queue_there_is_429_with_a_time_to_come_again() -> None:
             thread.start()
             threads.append(thread)
         server.wait_until(lambda: server.llm.num_waiting == 2)
+        page = server.http().get("/metrics").text
+        assert "\npagedkv_requests_waiting 2.0\n" in page
         for stream in (True, False):
             with pytest.raises(openai.RateLimitError, match="2 sequences wait already") as refusal:
                 server.client().completions.create(model=MODEL, prompt="Hi", stream=stream)
@@ -217,11 +220,33 @@ def test_what_comes_after_the_end_changes_nothing() -> None:
     left.exchange.break_off(ApiError(503, "too late"))
     left.exchange.close()
     assert (left.ends, left.closes, left.exchange.num_going_on) == (1, 1, 1)
+    assert left.exchange.requests == [None]
     assert isinstance(left.exchange.reason, ClientLeft)
     done = Told()
     done.say("stop")
     done.exchange.close()
     assert (done.ends, done.closes, done.exchange.reason) == (1, 1, None)
+
+
+def test_it_has_begun_with_the_last_prompt_and_ends_with_the_last_answer() -> None:
+    async def run() -> None:
+        told = Told(num_prompts=2)
+        beginning = asyncio.create_task(told.exchange.accepted())
+        for place in range(2):
+            await asyncio.sleep(0)
+            assert not beginning.done()
+            request: Any = Request.__new__(Request)
+            told.exchange.put(place, request, 1.0)
+            told.exchange.wake()
+            told.exchange.wake()  # before it has woken
+        await asyncio.wait_for(beginning, 60)
+
+    asyncio.run(run())
+    told = Told(num_prompts=2)
+    told.say("stop")
+    assert told.ends == 0
+    told.say("stop")
+    assert told.ends == 1
 
 
 def test_a_failure_is_told_in_its_first_line() -> None:
@@ -230,10 +255,16 @@ def test_a_failure_is_told_in_its_first_line() -> None:
         (KeyError(), "failed: KeyError"),
     ):
         told = Told()
+        told.say("abort")
+        assert told.ends == 0  # the failure follows
         told.exchange.put(0, failure, 1.0)
         assert isinstance(told.exchange.reason, ApiError) and told.ends == 1
+        assert told.exchange.reason.status == 500 and told.exchange.num_going_on == 1
         assert told.exchange.reason.message.endswith(line)
         assert told.exchange.reason.code == "step_failed"
+    told = Told()
+    told.exchange.put(0, refusal := InvalidInput("too long"), 1.0)
+    assert told.exchange.reason is refusal
 
 
 def test_who_waits_is_told_of_news_silence_the_end_and_what_broke_it_off() -> None:
