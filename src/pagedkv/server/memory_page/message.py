@@ -26,6 +26,8 @@ _TYPES = {
 }
 """How each is sent, and what JavaScript calls it."""
 
+_JSON = json.JSONEncoder(separators=(",", ":"))
+
 
 def message(facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
     """The bytes of a message. Arrays are uint32, int32 or float32."""
@@ -35,7 +37,7 @@ def message(facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> byt
         sent, kind = _TYPES[array.dtype]
         described.append((name, kind, array.shape))
         pieces.append(array.astype(sent, copy=False).tobytes())
-    head = json.dumps({**facts, "arrays": described}, separators=(",", ":")).encode()
+    head = _JSON.encode({**facts, "arrays": described}).encode()
     head += b" " * (-len(head) % 4)
     size = 4 + len(head) + sum(map(len, pieces))
     return b"".join([struct.pack("<II", size, len(head)), head, *pieces])
