@@ -182,10 +182,10 @@ class AnswerTimes:
         metrics.computed_length.observe(num_tokens - num_cached)
         if request.admitted_s is not None:
             self._wait(request.admitted_s)
-            metrics.prefill.observe(max(now_s - request.admitted_s, 0.0))
+            metrics.prefill.observe(now_s - request.admitted_s)
 
     def _wait(self, until_s: float) -> None:
-        self._metrics.queue.observe(max(until_s - self._arrived_s, 0.0))
+        self._metrics.queue.observe(until_s - self._arrived_s)
 
     def _end(self, chunk: Chunk, request: Request, first_s: float, now_s: float) -> None:
         metrics = self._metrics
@@ -194,7 +194,7 @@ class AnswerTimes:
         metrics.duration.observe(now_s - self._arrived_s)
         metrics.decode.observe(now_s - first_s)
         if request.admitted_s is not None:
-            metrics.inference.observe(max(now_s - request.admitted_s, 0.0))
+            metrics.inference.observe(now_s - request.admitted_s)
         metrics.output_length.observe(num_tokens)
         if num_tokens > 1:
             metrics.output_token.observe((now_s - first_s) / (num_tokens - 1))
