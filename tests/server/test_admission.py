@@ -389,3 +389,12 @@ def test_an_answer_may_be_as_long_as_the_model_and_the_memory_take() -> None:
         with pytest.raises(ApiError, match=f"at most {longest - 40}, since the {of} takes"):
             played.serving.check_room(40, longest - 39, param="max_tokens")
         played.serving.check_room(longest, 5, param="max_tokens")  # the engine's to refuse
+
+
+def test_a_recording_that_cannot_be_written_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    played = Played()
+    for failure in (None, "no room for it", "no room for it"):
+        played.engine.recording_failure = failure
+        played.engine.watcher(SimpleNamespace(last_step=None))
+    [record] = caplog.records
+    assert record.getMessage().startswith("no room for it; what is asked is answered")

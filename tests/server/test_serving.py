@@ -294,7 +294,8 @@ def test_who_waits_is_told_of_news_silence_the_end_and_what_broke_it_off() -> No
         broken = Told()
         waiting = asyncio.create_task(broken.exchange.chunks())
         await asyncio.sleep(0)
-        broken.exchange.break_off(ClientLeft())
+        broken.say()
+        broken.exchange.break_off(ClientLeft())  # before it has woken: nobody wants the rest
         with pytest.raises(ClientLeft):
             await asyncio.wait_for(waiting, 60)
 
