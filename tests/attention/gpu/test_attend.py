@@ -56,6 +56,22 @@ def test_any_ragged_batch_is_attended_to_as_by_the_book(dtype: str, data: st.Dat
     assert relative_error(batch.attend(**some), batch.expected(**some)) < TOLERANCE[dtype]
 
 
+@settings(max_examples=15)
+@given(data=st.data())
+def test_any_long_contexts_are_cut_and_put_together(data: st.DataObject) -> None:
+    num_kv_heads, heads_each, key_dim, value_dim = data.draw(st.sampled_from(SHAPES[:4]))
+    batch = gpu_batch(
+        np.random.default_rng(data.draw(st.integers(0, 1000))),
+        data.draw(sequences(lengths=st.integers(400, 900), most_new=(1, 1, 9), most=2)),
+        block_size=data.draw(st.sampled_from([8, 16, 7])),
+        shape=LayerShape(num_kv_heads, key_dim, value_dim),
+        heads_each=heads_each,
+        dtype="float32",
+    )
+    some = data.draw(options(num_kv_heads * heads_each, farthest=900))
+    assert relative_error(batch.attend(**some), batch.expected(**some)) < TOLERANCE["float32"]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_float32_queries_over_half_precision_lose_nothing(dtype: str) -> None:
     batch = gpu_batch(np.random.default_rng(0), [(90, 1), (50, 40)], heads_each=2, dtype=dtype)

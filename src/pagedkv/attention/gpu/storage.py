@@ -38,8 +38,8 @@ _OPTIONS = {"enable_fp_fusion": True}
 
 _COPIED_NUMBERS = 8192
 _COMBINED_PARTS = 16
-_PROCESSORS_OF_NOTHING = 4
-"""What the interpreter is planned for: so few that small batches are cut too."""
+_PROCESSORS_OF_NOTHING = 16
+"""What the interpreter is planned for: so many that a few long contexts are cut."""
 
 
 class _Writer(NamedTuple):
