@@ -28,9 +28,13 @@ class LogOnce(logging.Filter):
         if now_s - self._last_s.get(text, -_EVERY_S) < _EVERY_S:
             return False
         if len(self._last_s) > 1_000:
-            self._last_s.clear()
+            self.forget()
         self._last_s[text] = now_s
         return True
+
+    def forget(self) -> None:
+        """Let every message through once more."""
+        self._last_s.clear()
 
 
 def log_once(*names: str) -> None:
