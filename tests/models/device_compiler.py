@@ -18,6 +18,22 @@ from pathlib import Path
 from typing import Any
 
 
+def compiled_by(program: str, *arguments: str) -> dict[str, list[dict[str, Any]]]:
+    """What the compiler says of each kernel of each case of a program in this folder, which runs
+    in a process that does not interpret."""
+    tests = Path(__file__).parents[1]
+    path = [str(tests.parent / "src"), str(tests), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, str(tests / "models" / program), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
 class NoDevice:
     """Stands where Triton looks for a device: says which one to compile for, and runs nothing."""
 

@@ -7,9 +7,6 @@ are seen without a device, since Triton brings its own assembler.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,10 +18,11 @@ pytest.importorskip("triton", reason="needs triton")
 
 import triton
 
+from models.device_compiler import compiled_by
+
 if not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists():
     pytest.skip("this triton has no assembler for CUDA", allow_module_level=True)
 
-ROOT = Path(__file__).parents[3]
 SHARED_BYTES = 227 * 1024
 CASES: dict[str, dict[str, Any]] = {
     "decode": {"dtype": "bfloat16", "dim": 128, "queries": 1, "writes": True},
@@ -41,18 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
 @cache
 def launches() -> dict[str, list[dict[str, Any]]]:
     """What the compiler says of each kernel of each case, in a process that does not interpret."""
-    path = os.pathsep.join(
-        [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    )
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/models/device_compiler.py"), json.dumps(CASES)],
-        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    return compiled_by("device_compiler.py", json.dumps(CASES))
 
 
 def test_every_kernel_compiles_and_fits_a_processor() -> None:

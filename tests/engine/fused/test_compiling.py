@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,27 +13,16 @@ pytest.importorskip("triton", reason="needs triton")
 
 import triton
 
+from models.device_compiler import compiled_by
+
 if not (Path(triton.__file__).parent / "backends/nvidia/bin/ptxas").exists():
     pytest.skip("this triton has no assembler for CUDA", allow_module_level=True)
-
-ROOT = Path(__file__).parents[3]
 
 
 @cache
 def launches() -> dict[str, list[dict[str, Any]]]:
     """What the compiler says of each kernel of each case, in a process that does not interpret."""
-    path = os.pathsep.join(
-        [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    )
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/models/fused_compiler.py")],
-        env={**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    return compiled_by("fused_compiler.py")
 
 
 def test_every_kernel_compiles_and_keeps_its_numbers_in_registers() -> None:
