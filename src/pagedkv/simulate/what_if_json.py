@@ -5,19 +5,16 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from pagedkv.simulate.metrics import METRICS, WASTE
 from pagedkv.simulate.result_json import (
     MEASURED_KEYS,
     heading_of,
-    json_bytes,
     metrics_of,
     plain_json,
 )
 from pagedkv.simulate.results import WhatIfResult
-from pagedkv.simulate.whole_file import write_whole
 
 FORMAT = "pagedkv-what-if"
 VERSION = 1
@@ -45,14 +42,6 @@ KEYS: dict[str, str] = {
     **{f"choices[].{metric.key}": metric.definition for metric in METRICS},
     "choices[].refused[]": "One line for each refused request.",
 }
-
-
-def write_what_if_json(result: WhatIfResult, path: str | os.PathLike[str]) -> None:
-    """Write the result to `path` as UTF-8 JSON, whole or not at all.
-
-    Raises `InvalidInput` where the path cannot be written.
-    """
-    write_whole(path, json_bytes(what_if_as_json(result)))
 
 
 def what_if_as_json(result: WhatIfResult) -> dict[str, Any]:
