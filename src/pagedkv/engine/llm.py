@@ -20,6 +20,7 @@ from pagedkv.engine.core import RECORDED_AHEAD, Engine
 from pagedkv.engine.detokenizer import TokenTexts
 from pagedkv.engine.device import give_back_unused, parse_device
 from pagedkv.engine.graphs import CUDACapture
+from pagedkv.engine.heap import keep_freed_memory
 from pagedkv.engine.loading import ModelSource, check_fits, load_model, load_tokenizer, moved
 from pagedkv.engine.measuring import measure_memory
 from pagedkv.engine.memory_budget import (
@@ -113,6 +114,7 @@ class LLM:
                 raise InvalidInput(RECORDED_AHEAD)
             check_is_new(record)
         announce = announce or _silent
+        keep_freed_memory()
         if isinstance(model, (str, os.PathLike)):
             announce("reading the weights")
         loaded, tokenizer = _loaded(model, gguf_file, tokenizer, dtype, device)
