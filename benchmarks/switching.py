@@ -128,7 +128,7 @@ class Phases:
             slower = np.log(with_it[:, i] / usual_s[len(pairs) :]) - np.log(
                 without[:, i] / usual_s[: len(pairs)]
             )
-            costs[clock] = _cost(slower)
+            costs[clock] = cost_of(slower)
         return len(pairs), costs
 
     def pace(self) -> tuple[float, float]:
@@ -155,7 +155,7 @@ def _usual_s(windows: NDArray[np.float64], clock: int) -> NDArray[np.float64]:
     return np.maximum(work @ rates, 1e-9)
 
 
-def _cost(slower: NDArray[np.float64]) -> Cost:
+def cost_of(slower: NDArray[np.float64]) -> Cost:
     """The trimmed mean of pairs' logarithms of ratios, and where it lies if pairs are redrawn."""
     draws = np.random.default_rng(0).choice(slower, (DRAWS, len(slower)))
     low, high = np.quantile(_trimmed_mean(draws), [0.025, 0.975])
