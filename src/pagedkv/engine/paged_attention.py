@@ -152,7 +152,7 @@ class StepAttention:
             window=place.window if window is None else window,
             chunk=place.chunk,
             soft_cap=soft_cap,
-            sinks=None if sinks is None else sinks.float(),
+            sinks=sinks,  # of any dtype, where they lie: made float32 by whoever reads them
             out=out,
         )
         return out

@@ -155,6 +155,13 @@ def test_a_sink_of_minus_infinity_is_none() -> None:
     assert np.allclose(batch.attend(sinks=np.full(2, -np.inf)), batch.attend(), atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_sinks_on_the_device_are_read_where_they_lie_in_any_dtype(dtype: torch.dtype) -> None:
+    batch = gpu_batch(np.random.default_rng(6), [(40, 1), (1200, 1), (9, 9)])
+    sinks = torch.tensor([[0.3, 9.0], [-2.1, 9.0]], device=DEVICE, dtype=dtype)[:, 0]
+    assert np.array_equal(batch.attend(sinks=sinks), batch.attend(sinks=sinks.float()))
+
+
 def test_an_output_given_is_written_and_returned() -> None:
     batch = gpu_batch(np.random.default_rng(6), [(20, 3)])
     room = torch.full((3, 5, 24), 7.0, device=DEVICE)
