@@ -37,10 +37,13 @@ def compiled_by(program: str, *arguments: str) -> dict[str, list[dict[str, Any]]
 class NoDevice:
     """Stands where Triton looks for a device: says which one to compile for, and runs nothing."""
 
+    capability = 90
+    """An H100 or H200."""
+
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)  # an H100 or H200
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -98,12 +101,14 @@ def main(cases: dict[str, dict[str, Any]]) -> None:
     from pagedkv.attention import LayerShape
     from pagedkv.attention.gpu import storage as module
 
-    driver.set_active(NoDevice())  # type: ignore[arg-type]
+    device = NoDevice()
+    driver.set_active(device)  # type: ignore[arg-type]
     knobs.runtime.interpret = True  # the kernels are defined; now a storage may lie on the host
     found: dict[str, list[dict[str, Any]]] = {}
     kernels = ("attend_pieces", "combine_parts", "write_rows", "copy_pages")
     originals = {name: getattr(module, name) for name in kernels}
     for case, given in cases.items():
+        device.capability = given.get("capability", 90)
         for name in kernels:
             keep = lambda kernel, facts, case=case: found.setdefault(  # noqa: E731
                 f"{case}: {kernel}", []
@@ -113,7 +118,10 @@ def main(cases: dict[str, dict[str, Any]]) -> None:
         storage = module.GPUStorage(
             600, given.get("block_size", 16), [shape] * 2, dtype=given["dtype"], device="cpu"
         )
-        storage._machine = replace(storage._machine, num_processors=132)  # so contexts are cut
+        # So many processors that contexts are cut.
+        storage._machine = replace(
+            storage._machine, num_processors=132, shared_bytes=given.get("shared_kib", 227) * 1024
+        )
         dtype = module.DTYPES[given["dtype"]]
         rows = torch.zeros(2, 8, given["dim"], dtype=dtype)
         if given.get("writes"):

@@ -33,7 +33,18 @@ CASES: dict[str, dict[str, Any]] = {
         "options": {"window": 900, "chunk": 800, "soft_cap": 20.0, "sinks": [0.0] * 32},
     },
     "float32": {"dtype": "float32", "dim": 64, "queries": 1},
+    "large heads": {"dtype": "bfloat16", "dim": 256, "queries": 300, "block_size": 8},
 }  # fmt: skip
+
+# Those whose programs share most, where they may share less. (Capability, KiB.)
+A100, RTX_4090 = (80, 163), (89, 99)
+SMALLER: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "prefill on an A100": (A100, {"dtype": "bfloat16", "dim": 256, "queries": 300}),
+    "largest heads on an RTX 4090": (RTX_4090, {"dtype": "bfloat16", "dim": 1024, "queries": 300}),
+    "float32 on an RTX 4090": (RTX_4090, {"dtype": "float32", "dim": 512, "queries": 8}),
+}
+for _name, ((_capability, _kib), _case) in SMALLER.items():
+    CASES[_name] = {**_case, "capability": _capability, "shared_kib": _kib}
 
 
 @cache
@@ -46,9 +57,10 @@ def test_every_kernel_compiles_and_fits_a_processor() -> None:
     kernels = {name.partition(": ")[2] for name in launches()}
     assert kernels == {"attend_pieces", "combine_parts", "write_rows", "copy_pages"}
     for name, facts in launches().items():
+        case = name.partition(": ")[0]
         for made in facts:
-            assert made["shared_bytes"] <= SHARED_BYTES, name
-            assert made["spilled_bytes"] == 0, name
+            assert made["shared_bytes"] <= CASES[case].get("shared_kib", 227) * 1024, name
+            assert made["spilled_bytes"] == 0 or case in SMALLER, name
 
 
 @pytest.mark.parametrize("case", ["decode", "few", "prefill", "everything"])

@@ -23,7 +23,7 @@ from pagedkv.attention.gpu.plan import (
     PreparedLaunch,
     check_tokens,
 )
-from pagedkv.attention.gpu.tiles import FEWEST_ROWS, LayerKind, power_of_two
+from pagedkv.attention.gpu.tiles import FEWEST_ROWS, LayerKind, power_of_two, tiles_for
 from pagedkv.attention.gpu.writing import write_rows
 from pagedkv.attention.pages import LayerShape, Pages, check_options, check_plan, check_sinks
 from pagedkv.errors import InvalidInput
@@ -93,6 +93,10 @@ class GPUStorage(Pages):
                 f"no Triton kernels run on {self.device}: give a CUDA device, or use "
                 "pagedkv.attention.KVStorage"
             )
+        is_half = self.dtype != "float32"
+        for key_dim, value_dim in {(shape.key_dim, shape.value_dim) for shape in self.layers}:
+            # Whether a program fits is better known now than in the first step.
+            tiles_for(LayerKind(1, 1, key_dim, value_dim, 0, 0, is_half), shared_bytes)
         try:
             self.data = torch.empty(
                 self.num_blocks,

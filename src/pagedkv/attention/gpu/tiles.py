@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
+from pagedkv.errors import InvalidInput
+
 FEWEST_ROWS = 16
 """The fewest that a matrix unit takes."""
 
@@ -54,11 +56,33 @@ def power_of_two(size: int) -> int:
 def tiles_for(kind: LayerKind, shared_bytes: int) -> tuple[Tile, ...]:
     """Ascending in rows; a sequence takes the first that holds all its rows, or else the last.
 
-    `shared_bytes` of memory are what a program may share at most.
+    `shared_bytes` of memory are what a program may share at most. Raises `InvalidInput` where the
+    smallest tile needs more.
     """
     dim = power_of_two(max(kind.key_dim, kind.value_dim))
-    return _tiles(dim, kind.is_half, shared_bytes >= _LARGE_BYTES)
+    chosen = _tiles(dim, kind.is_half, shared_bytes >= _LARGE_BYTES)
+    fitting = tuple(t for t in chosen if held_bytes(t, dim, kind.is_half) <= shared_bytes)
+    if not fitting:
+        needed = held_bytes(chosen[0], dim, kind.is_half) // 1024
+        raise InvalidInput(
+            f"heads of {max(kind.key_dim, kind.value_dim)} numbers in "
+            f"{'half precision' if kind.is_half else 'float32'} need {needed} KiB of a "
+            f"processor's memory, and this device has {shared_bytes // 1024} KiB: "
+            + ("use another device" if kind.is_half else "load the model in bfloat16 or float16")
+        )
+    return fitting
 
+
+def held_bytes(tile: Tile, dim: int, is_half: bool) -> int:
+    """What a program of `tile` shares at least: its queries, and the keys and values of the turns
+    that are being read, or else of the one of both that is being multiplied."""
+    turns = max(1, (tile.num_stages - 1) // 2)
+    read = 2 * turns * tile.tokens if is_half else tile.tokens
+    return (tile.rows + read) * dim * (2 if is_half else 4) + _BESIDE_BYTES
+
+
+_BESIDE_BYTES = 2048
+"""For what rows hand to one another, and block tables."""
 
 _LARGE_BYTES = 162 * 1024
 """Data-centre devices since the A100 have at least so much, others some 100 KiB."""
