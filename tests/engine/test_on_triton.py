@@ -108,7 +108,7 @@ def test_small_steps_take_every_size_of_tile_and_leave_nothing_behind(
         return out
 
     monkeypatch.setattr(storage, "attend_planned", noted)
-    running._compile_kernels()
+    running.compile_kernels()
     (kind,) = storage._kinds
     assert tiles == set(storage._machine.tiles(kind))
     monkeypatch.undo()

@@ -132,9 +132,6 @@ class Engine:
         self.graph_problem: str | None = None
         if capture is not None:
             self._capture_steps(capture)
-        if model.device.type == "cuda":
-            with current(model.device):
-                self._compile_kernels()
         self.end_token_ids = end_token_ids
         self._texts = texts
         self._seed = seed
@@ -177,20 +174,21 @@ class Engine:
             with suppress(RuntimeError):  # a capture that broke off can leave torch unable to
                 give_back_unused(self.model.device)
 
-    def _compile_kernels(self) -> None:
-        """Run small steps of every size of tile, so that no request waits for a compiler.
+    def compile_kernels(self) -> None:
+        """Run small steps of every size of tile, so that no request waits for Triton's compiler.
 
-        Nobody holds a block yet, so any of them may be written.
+        Before anything is added: while nobody holds a block, any of them may be written.
         """
         slots = self.scheduler.num_blocks * self.scheduler.block_size
         most = min(self.scheduler.config.max_num_batched_tokens, self.max_model_len, slots)
-        # Rows of a tile are tokens times heads: one of these is within any tile of any model.
-        for num_tokens in (size for size in _SMALL_STEPS if size <= most):
-            config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=num_tokens)
-            batch = largest_step(
-                config, block_size=self.scheduler.block_size, max_model_len=self.max_model_len
-            )
-            self.model.logits(self.storage, batch, batch.due_rows)
+        with current(self.model.device):
+            # Rows of a tile are tokens times heads: one of these is within any tile of any model.
+            for num_tokens in (size for size in _SMALL_STEPS if size <= most):
+                config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=num_tokens)
+                batch = largest_step(
+                    config, block_size=self.scheduler.block_size, max_model_len=self.max_model_len
+                )
+                self.model.logits(self.storage, batch, batch.due_rows)
 
     @property
     def is_idle(self) -> bool:

@@ -193,6 +193,8 @@ class LLM:
                 ahead=ahead,
                 capture=CUDACapture(paged.device) if graphs and is_cuda else None,
             )
+            if paged.is_on_triton:
+                self._engine.compile_kernels()
         if self._engine.graph_problem is not None:
             announce(self._engine.graph_problem)
         self._driving = _Driving(self._engine)

@@ -22,6 +22,9 @@ _NUM_TOKENS = 4
 def rehearse(model: PagedModel, *, block_size: int, ahead: bool) -> None:
     """Let requests of every kind arrive, run, fork and be cancelled, in an engine of their own.
 
+    What a device compiles is left to the engine that follows: to its graphs, which run a step
+    before they capture it, and to `Engine.compile_kernels`.
+
     What fails here fails again in the request that needs it, and is told there.
     """
     engine = Engine(
