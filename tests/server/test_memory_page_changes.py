@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("fastapi", reason="needs the extra [server]")
 
+from models.memory_picture import Picture
 from pagedkv.memory.block_table import blocks_for
 from pagedkv.memory.blocks import NO_KEY, PUBLISHED
 from pagedkv.scheduling.continuous import COLUMNS, Scheduler
@@ -24,7 +25,6 @@ from pagedkv.server.memory_page.happenings import (
     PREEMPTION,
     Happenings,
 )
-from pagedkv.server.memory_page.picture import Picture
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 12
@@ -169,7 +169,7 @@ def test_who_comes_later_is_told_the_same(actions: list[tuple[Any, ...]]) -> Non
         watched.do(action)
     watched.look()
     later = Picture(*watched.size)
-    later.apply(watched.picture.whole())
+    later.apply(watched.differ.whole())
     assert (later.blocks == watched.picture.blocks).all()
     assert (later.tables == watched.picture.tables).all()
     assert (later.alive == watched.picture.alive).all()
@@ -227,7 +227,7 @@ def test_names_count_sequences_as_they_come_and_are_not_given_twice() -> None:
         changes = watched.look()
         assert changes.sequences[-1, 1] == expected
         watched.scheduler.cancel([s])
-    assert len(watched.picture.sequences) and watched.look().sequences[0, 1] == 0
+    assert watched.picture.by_column and watched.look().sequences[0, 1] == 0
 
 
 def test_tokens_change_nothing_that_is_told_but_keys() -> None:

@@ -18,11 +18,11 @@ pytest.importorskip("httpx", reason="needs httpx")
 import httpx
 
 from models.memory_messages import read_messages
+from models.memory_picture import Picture
 from models.still_server import StillServer
 from pagedkv.server.memory_page.changes import Changes, Differ
 from pagedkv.server.memory_page.endpoints import FILES
 from pagedkv.server.memory_page.happenings import ADMISSION, Happenings
-from pagedkv.server.memory_page.picture import Picture
 from pagedkv.server.memory_page.watch import MAX_WATCHERS
 
 Message = tuple[dict[str, Any], dict[str, Any]]
@@ -55,7 +55,7 @@ def test_a_watcher_is_told_the_whole_and_then_what_changes(server: StillServer) 
         assert arrays["regions_limit"].tolist() == [[0, 12, 0]]
         for _ in range(4):
             server.step()
-        while picture.sequences[0, 5] < 10:
+        while picture.by_column[0][5] < 10:
             facts, arrays = next(messages)
             assert facts["kind"] == "changes"
             picture.apply(Changes(arrays["blocks"], arrays["tables"], arrays["sequences"]))
@@ -131,7 +131,7 @@ def test_nothing_is_looked_at_while_nobody_watches(
     [watcher] = server.watchers
     watch = watcher.__self__  # type: ignore[attr-defined]
     for _ in range(2_000):
-        if not watch._session._is_awake:
+        if not watch._session.is_awake:
             break
         time.sleep(0.01)
     during = len(looks), len(notes)

@@ -15,11 +15,12 @@ from pagedkv.server.memory_page.twin import Twin
 SLOTS, SEATS = 40, 4
 
 
-def rows(alive: dict[int, int]) -> np.ndarray:
-    """Sequences by name -> most tokens, each in the column of its name."""
-    made = np.zeros((len(alive), len(SEQUENCE_FIELDS)), dtype=np.int32)
-    made[:, 0] = made[:, 1] = list(alive)
-    made[:, 7] = list(alive.values())
+def rows(changed: dict[int, tuple[int, int]]) -> np.ndarray:
+    """Changed columns, each with who it is of now: a name and most tokens."""
+    made = np.zeros((len(changed), len(SEQUENCE_FIELDS)), dtype=np.int32)
+    ordered = sorted(changed.items(), key=lambda item: item[1][0])
+    for row, (column, (name, most)) in zip(made, ordered):
+        row[[0, 1, 7]] = column, name, most
     return made
 
 
@@ -64,36 +65,42 @@ def test_regions_are_where_best_fit_puts_them_first_come_first_served(
     twin = Twin(SLOTS, max_regions=SEATS, longest=longest)
     model = SlotBySlot(longest)
     alive: dict[int, int] = {}
+    column_of: dict[int, int] = {}
     next_name = 1
     before = twin.rows
     for leaving, coming in story:
-        ended = [list(alive)[leaving % len(alive)]] if alive else []
-        for name in ended:
-            del alive[name]
-        came = range(next_name, next_name + len(coming))
-        alive |= zip(came, coming)
-        next_name += len(coming)
-        is_other = twin.follow(ended, rows({name: alive[name] for name in came}))
+        changed = {}
+        if alive:
+            ended = list(alive)[leaving % len(alive)]
+            del alive[ended]
+            changed[column_of.pop(ended)] = 0, 0
+        for most in coming:  # into the lowest column that is free, maybe by now
+            column = min(set(range(len(alive) + 1)) - set(column_of.values()))
+            column_of[next_name], alive[next_name] = column, most
+            changed[column] = next_name, most
+            next_name += 1
+        is_other = twin.follow(rows(changed))
         model.follow(alive)
         slots = [0] * SLOTS
-        for start, size, name in twin.rows.tolist():
+        name_in = {column: name for name, column in column_of.items()}
+        for start, size, column in twin.rows.tolist():
             assert slots[start : start + size] == [0] * size
-            slots[start : start + size] = [name] * size
+            slots[start : start + size] = [name_in[column]] * size
         assert slots == model.slots
-        assert twin.waiting_columns == model.waiting
+        assert [name_in[column] for column in twin.waiting_columns] == model.waiting
         assert is_other or np.array_equal(before, twin.rows)
         before = twin.rows
 
 
 def test_who_finds_no_hole_blocks_those_behind_until_one_leaves() -> None:
     twin = Twin(SLOTS, max_regions=SEATS, longest=None)
-    twin.follow([], rows({1: 31, 2: 21, 3: 3}))
+    twin.follow(rows({1: (1, 31), 2: (2, 21), 3: (3, 3)}))
     assert twin.is_blocked and twin.waiting_columns == [2, 3]
-    twin.follow([1], rows({}))
+    twin.follow(rows({1: (0, 0)}))
     assert not twin.is_blocked and [row[2] for row in twin.rows.tolist()] == [2, 3]
 
 
 def test_a_region_larger_than_the_memory_waits_for_ever() -> None:
     twin = Twin(SLOTS, max_regions=SEATS, longest=SLOTS + 1)
-    assert not twin.follow([], rows({1: 2}))
+    assert not twin.follow(rows({1: (1, 2)}))
     assert twin.is_blocked and len(twin.rows) == 0

@@ -3,7 +3,8 @@
 A `Differ` keeps what it has told: for each block its users, the state and the beginning of its
 key, its place in the order of eviction; each row of the block tables; each sequence. One look
 compares that with the arrays of the scheduler, in compiled loops, and tells the rows that differ.
-Whoever applies all of them, from the first look on, has the whole (`picture`).
+Whoever applies all of them, from the first look on, has the whole; so has who is told `whole` and
+what comes after it.
 
 The engine waits for a look, so it reads little: of most blocks only how many use them and the
 state of their keys. A block in the same state as before can have another key only if it was handed
@@ -140,6 +141,20 @@ class Differ:
         sequences = room.sequences[:k]
         by_name = sequences[:, 1].argsort(kind="stable")
         return Changes(room.blocks[:n].copy(), room.tables[:m].copy(), sequences[by_name])
+
+    def whole(self) -> Changes:
+        """All that was told so far, as changes to blocks that are free and to no sequences."""
+        told = self._told
+        rows, logical_blocks = np.nonzero(told.entries != NO_BLOCK)
+        tables = np.empty((len(rows), len(TABLE_FIELDS)), dtype=np.int32)
+        tables[:, 0], tables[:, 1] = rows, logical_blocks
+        tables[:, 2] = told.entries[rows, logical_blocks]
+        alive = told.sequences[told.sequences[:, 1] > 0]
+        return Changes(
+            blocks=told.blocks[told.blocks[:, 1:].any(1)],
+            tables=tables,
+            sequences=alive[alive[:, 1].argsort(kind="stable")],
+        )
 
     def names(self, arrays: SchedulerArrays) -> Names:
         """The names given so far, with room for every column there is; to be used at once."""

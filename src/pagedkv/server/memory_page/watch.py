@@ -1,9 +1,9 @@
 """`MemoryWatch`: looks at the memory ten times a second, while somebody watches.
 
 After each step the engine's thread calls in. It notes what the step did, and where a look is due
-it compares the memory with what was told (`changes`). The rest happens in the event loop, once
-for all who watch: one message for all, and each has a mailbox. Where no step comes, because
-nobody generates, the looks are taken between two steps, and only if anything could be different.
+by the clock it compares the memory with what was told (`changes`). The rest happens in the event
+loop, once for all who watch: one message for all, and each has a mailbox. Now and then the loop
+takes the look that no step has come to take, because nobody generates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pagedkv.memory.block_table import BlockTables
 from pagedkv.scheduling.continuous import Scheduler
 from pagedkv.scheduling.limits import SchedulerConfig
 from pagedkv.server.errors import ApiError
@@ -28,7 +27,6 @@ from pagedkv.server.memory_page.changes import Changes, Differ
 from pagedkv.server.memory_page.happenings import HAPPENING_FIELDS, Happenings
 from pagedkv.server.memory_page.history import History
 from pagedkv.server.memory_page.message import message
-from pagedkv.server.memory_page.picture import Picture
 from pagedkv.server.memory_page.twin import Twin
 
 if TYPE_CHECKING:
@@ -42,6 +40,9 @@ INTERVAL_S = 0.1
 
 IDLE_INTERVAL_S = 1.0
 """Between two looks while nothing happens."""
+
+_ROUND_S = 0.2
+"""Between two times at which the event loop sees to that. Each of them wakes it."""
 
 LINGER_S = 10.0
 """After the last watcher has left, until all that was told is forgotten: a page that is loaded anew
@@ -60,6 +61,8 @@ class _Look:
 
     now_s: float
     changes: Changes
+    whole: Changes | None
+    """All that is told by now, where somebody needs it who knows nothing."""
     happenings: NDArray[np.int32]
     counters: dict[str, int]
 
@@ -114,7 +117,7 @@ class MemoryWatch:
     def _begin(self, watcher: Watcher) -> None:
         self._watchers.add(watcher)
         if self._session is not None:
-            self._session.is_stirred = True  # who comes new sees something at once
+            self._session.want_whole()
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look_on())
 
@@ -131,27 +134,20 @@ class MemoryWatch:
             while not (self._serving.is_draining or session.has_failed):
                 if self._watchers:
                     left_s = None
-                    await self._look_where_due(session)
+                    session.is_awake = True
+                    if session.is_late:
+                        await self._serving.between_steps(session.look_if_late)
                 else:
-                    session.rest()
+                    session.is_awake = False
                     left_s = loop.time() if left_s is None else left_s
                     if loop.time() - left_s > LINGER_S:
                         break
-                await asyncio.sleep(INTERVAL_S)
+                await asyncio.sleep(_ROUND_S)
         finally:
             self._session = None
             for watcher in self._watchers:
                 watcher.is_over = True
                 watcher.news.set()
-
-    async def _look_where_due(self, session: _Session) -> None:
-        """Ask for a look; take it here where no step has taken the one that was asked for before.
-
-        A step that takes the look in passing is cheaper than one that must wait for it.
-        """
-        was_taken = session.ask()
-        if not was_taken and (session.is_stirred or session.idle_s >= IDLE_INTERVAL_S):
-            await self._serving.between_steps(session.look_if_asked)
 
     def _after_step(self, engine: Engine) -> None:
         """Called in the engine's thread after each step, and when orders were taken."""
@@ -162,17 +158,18 @@ class MemoryWatch:
     def _deliver(self, session: _Session, look: _Look) -> None:
         """Put the news into all mailboxes. In the event loop."""
         news = session.told(look)
-        whole = None
+        whole = session.whole(look)
         for watcher in self._watchers:
             if len(watcher.mailbox) >= _MAILBOX_SIZE:
                 watcher.mailbox.clear()
                 watcher.is_behind = True
-            if watcher.is_behind:
-                whole = whole or session.whole(look)
+            if not watcher.is_behind:
+                watcher.mailbox.append(news)
+            elif whole is not None:
                 watcher.mailbox.append(whole)
                 watcher.is_behind = False
             else:
-                watcher.mailbox.append(news)
+                session.want_whole()
             watcher.news.set()
 
 
@@ -187,22 +184,20 @@ class _Session:
         deliver: Callable[[_Session, _Look], None],
     ) -> None:
         scheduler = engine.scheduler
-        tables: BlockTables = scheduler.arrays.memory.tables
         num_slots = scheduler.num_blocks * scheduler.block_size
         seats = scheduler.config.max_num_seqs
         self._loop = loop
         self._began_s = time.perf_counter()
         self._num_steps = scheduler.num_concluded
         self._looked_s = 0.0
-        self._is_asked = False
-        self._is_awake = False
-        self.is_stirred = True
-        """Whether anything happened since the last look."""
+        self.is_awake = False
+        """Whether anybody watches."""
+        self._is_stirred = True  # anything happened since the last look
+        self._is_whole_wanted = True
         self.has_failed = False
         self._deliver = deliver
         self._differ = Differ(scheduler.arrays)
         self._happenings = Happenings()
-        self._picture = Picture(scheduler.num_blocks, *tables.entries.shape)
         self._twins = {
             "longest": Twin(num_slots, max_regions=seats, longest=scheduler.max_model_len),
             "limit": Twin(num_slots, max_regions=seats, longest=None),
@@ -218,26 +213,25 @@ class _Session:
             "block_bytes": serving.llm.budget.block_bytes,
         }
 
-    def ask(self) -> bool:
-        """Ask for a look; returns whether the last one that was asked for has been taken."""
-        was_taken = not self._is_asked
-        self._is_asked = self._is_awake = True
-        return was_taken
-
-    def rest(self) -> None:
-        """Nobody watches: look no more until somebody asks."""
-        self._is_asked = self._is_awake = False
+    def want_whole(self) -> None:
+        """Somebody knows nothing: look soon, and tell everything."""
+        self._is_whole_wanted = True
 
     @property
-    def idle_s(self) -> float:
-        """Seconds since the last look."""
-        return time.perf_counter() - self._looked_s
+    def is_late(self) -> bool:
+        """Whether there should have been a look that no step has taken.
+
+        Steps that come more often than looks are due are left to take them.
+        """
+        waited_s = time.perf_counter() - self._looked_s
+        most_s = 2 * INTERVAL_S if self._is_stirred else IDLE_INTERVAL_S
+        return self._is_whole_wanted or waited_s >= most_s
 
     def after_step(self, engine: Engine) -> None:
         """Note what the step did, and look where a look is due. Does not raise."""
-        if not self._is_awake:
+        if not self.is_awake:
             return
-        self.is_stirred = True
+        self._is_stirred = True
         scheduler = engine.scheduler
         try:
             if Happenings.are_any(scheduler.newest_plan):
@@ -248,14 +242,19 @@ class _Session:
                 self._num_steps = scheduler.num_concluded
         except Exception as failure:
             self._fail(failure)
-        if self._is_asked:
-            self.look_if_asked(engine)
+        if time.perf_counter() - self._looked_s >= INTERVAL_S:
+            self._look_and_send(engine)
 
-    def look_if_asked(self, engine: Engine) -> None:
-        """Look, unless a step has just done it; what is found goes to the event loop."""
-        if not self._is_asked or self.has_failed:
+    def look_if_late(self, engine: Engine) -> None:
+        """Look, unless a step has just done it."""
+        if self.is_late:
+            self._look_and_send(engine)
+
+    def _look_and_send(self, engine: Engine) -> None:
+        """Look; what is found goes to the event loop. Does not raise."""
+        if self.has_failed:
             return
-        self._is_asked = self.is_stirred = False
+        self._is_stirred = False
         self._looked_s = time.perf_counter()
         try:
             look = self._look(engine)
@@ -266,28 +265,30 @@ class _Session:
             self._loop.call_soon_threadsafe(self._deliver, self, look)
 
     def told(self, look: _Look) -> bytes:
-        """The message with what is new, which is part of the picture from now on."""
-        ended = self._picture.apply(look.changes)
-        others = self._follow(ended, look.changes.sequences)
-        has_sample = self._history.note(look.now_s, look.counters)
+        """The message with what is new."""
         arrays = {**_named(look.changes), "happenings": look.happenings}
-        for name in others:
+        for name in self._follow(look.changes.sequences):
             arrays[f"regions_{name}"] = self._twins[name].rows
-        if has_sample:
+        if self._history.note(look.now_s, look.counters):
             arrays["samples"] = self._history.newest
         return message(self._now("changes", look), arrays)
 
-    def _follow(self, ended: list[int], changed: NDArray[np.int32]) -> list[str]:
+    def _follow(self, changed: NDArray[np.int32]) -> list[str]:
         """Let the twins follow where sequences came or ended; returns whose regions are others."""
-        came = changed[changed[:, 1] > self._newest_name]
-        if not ended and not len(came):
+        # Those that ended are the first, and the last is the newest.
+        if not len(changed) or (changed[0, 1] > 0 and changed[-1, 1] <= self._newest_name):
             return []
-        self._newest_name = max(self._newest_name, int(changed[:, 1].max()))
-        return [name for name, twin in self._twins.items() if twin.follow(ended, came)]
+        self._newest_name = max(self._newest_name, int(changed[-1, 1]))
+        return [name for name, twin in self._twins.items() if twin.follow(changed)]
 
-    def whole(self, look: _Look) -> bytes:
-        """The message with everything, for a page that knows nothing."""
-        arrays = _named(self._picture.whole())
+    def whole(self, look: _Look) -> bytes | None:
+        """The message with everything, for a page that knows nothing, where it was wanted.
+
+        What is new is in it already: `told` comes before.
+        """
+        if look.whole is None:
+            return None
+        arrays = _named(look.whole)
         arrays["happenings"] = np.empty((0, len(HAPPENING_FIELDS)), dtype=np.int32)
         for name, twin in self._twins.items():
             arrays[f"regions_{name}"] = twin.rows
@@ -310,6 +311,10 @@ class _Session:
         changes = self._differ.look(
             arrays, block_size=scheduler.block_size, now_ms=int(now_s * 1000) + 1
         )
+        whole = None
+        if self._is_whole_wanted:
+            self._is_whole_wanted = False
+            whole = self._differ.whole()
         statistics = engine.statistics()
         memory = statistics.memory
         counters = {
@@ -330,7 +335,7 @@ class _Session:
             "evicted_blocks": memory.evicted_blocks,
             "output_tokens": statistics.output_tokens,
         }
-        return _Look(now_s, changes, happenings, counters)
+        return _Look(now_s, changes, whole, happenings, counters)
 
     def _fail(self, failure: Exception) -> None:
         """End the watching; the engine goes on."""
@@ -354,5 +359,5 @@ def _compile() -> None:
     happenings.taken(differ.names(scheduler.arrays))
     changes = differ.look(scheduler.arrays, block_size=2, now_ms=1)
     twin = Twin(8, max_regions=2, longest=None)
-    twin.follow([], changes.sequences)
-    twin.follow(changes.sequences[:, 1].tolist(), changes.sequences[:0])
+    twin.follow(changes.sequences)
+    assert len(twin.rows) == 1
