@@ -3,7 +3,7 @@
     python benchmarks/bench_server.py [folder or GGUF of the model] [--only generate,recording,...]
 
 `generate`: tokens a second over HTTP against `LLM.generate`. `vllm`: the same requests to both
-servers; needs `PAGEDKV_PEERS`. `recording`: what it costs a server under steady load, switched
+servers; needs `PAGEDKV_PEERS`. `recording`: what it costs an engine under steady load, switched
 on and off between its steps (`switching.py`). `watching`: the same of an open memory page, on a
 tiny model with 40,960 blocks. `metrics`: what reading them costs. `load`: 256
 clients, 2,000 requests with lengths as in the Azure conversation trace on a tiny model, a third
@@ -39,9 +39,10 @@ import uvloop
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
+from by_lot import ByLot  # noqa: E402
 from switching import Phases, cost_of  # noqa: E402
 
-from models.event_client import ask, ask_all  # noqa: E402
+from models.event_client import ask_all  # noqa: E402
 
 Found = TypeVar("Found")
 
@@ -59,13 +60,9 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=None)
     parser.add_argument("--only", default="generate,recording,watching,metrics,load,vllm")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--clients-without-end", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.client:
         answer_as_client()
-        return
-    if arguments.clients_without_end:
-        as_clients(ask_without_end(**json.load(sys.stdin)))
         return
     warnings.filterwarnings("ignore")
     parts = {
@@ -127,43 +124,42 @@ def clients(url: str, bodies: list[dict[str, Any]], **options: Any) -> dict[str,
     return found
 
 
-async def ask_without_end(url: str, clients: int, first_id: int, stop_id: int) -> None:
-    """Be clients of whom each asks for the next answer when it has read one."""
-    host, port = url.removeprefix("http://").split(":")
-    rng = random.Random(0)
+class SteadyLoad:
+    """Callers of whom each asks for the next answer when it has the last, until `end`.
 
-    async def client() -> None:
-        while True:
-            [prompt] = prompts_of(1, range(first_id, stop_id), rng)
-            [body] = bodies_of([prompt], max_tokens=rng.choice(LENGTHS))
-            answer = await ask(host, int(port), body)
-            if answer.status != 200:
-                raise SystemExit(f"a request was answered {answer.status}: {answer.raw}")
+    They ask the engine as the server's endpoints do, and not over HTTP: on two cores clients take
+    time from the engine that differs by more than what is measured.
+    """
 
-    await asyncio.gather(*(client() for _ in range(clients)))
+    def __init__(self, llm: Any, vocabulary: range, callers: int) -> None:
+        self._llm = llm
+        self._vocabulary = vocabulary
+        self._rng = random.Random(0)
+        self._is_over = False
+        self.failure: object = None
+        for _ in range(callers):
+            self._ask()
+        time.sleep(8.0)  # until the first answers have ended, each at its own time
 
+    def _ask(self) -> None:
+        from pagedkv.engine import SamplingParams
 
-@contextlib.contextmanager
-def under_load(url: str, vocabulary: range, clients: int) -> Iterator[None]:
-    """Within, so many clients of a process of their own are answered all the time."""
-    asked = {
-        "url": url,
-        "clients": clients,
-        "first_id": vocabulary.start,
-        "stop_id": vocabulary.stop,
-    }
-    command = [sys.executable, __file__, "--clients-without-end"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as asking:
-        assert asking.stdin is not None
-        try:
-            json.dump(asked, asking.stdin)
-            asking.stdin.close()
-            time.sleep(8.0)  # until the first answers have ended, each at its own time
-            yield
-            if asking.poll() is not None:
-                raise SystemExit("the clients ended too early")
-        finally:
-            asking.kill()
+        [prompt] = prompts_of(1, self._vocabulary, self._rng)
+        length = self._rng.choice(LENGTHS)
+        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        self._llm.submit(prompt, params, self._heard)
+
+    def _heard(self, news: Any) -> None:
+        if isinstance(news, BaseException):
+            self.failure = news
+        elif getattr(news, "finish_reason", None) is not None and not self._is_over:
+            self._ask()
+
+    def end(self) -> None:
+        """Ask no more. Raises what went wrong."""
+        self._is_over = True
+        if self.failure is not None:
+            raise SystemExit(f"a request failed: {self.failure}")
 
 
 @contextlib.contextmanager
@@ -252,13 +248,12 @@ def generate(model: str | None) -> None:
 
 
 def recording(model: str | None) -> None:
-    """What a recording costs: a server under steady load that writes its run down now and then."""
+    """What a recording costs: an engine under steady load that writes its run down now and then."""
     from pagedkv.engine import LLM
 
     with (
         tempfile.TemporaryDirectory() as folder,
         LLM(model or smollm2(), dtype="float32", num_tokens=20_000, max_num_seqs=CLIENTS) as llm,
-        served(llm) as url,
     ):
         recorder = switched_recorder(Path(folder) / "run.jsonl.zst")
         recorder.progress([], s=0.0, step=0)  # all is compiled now
@@ -266,10 +261,11 @@ def recording(model: str | None) -> None:
         llm._engine._recorder = recorder
         # Nothing of what it does lasts beyond the step in which it does it.
         phases = Phases(recorder.switch, shortest_s=0.2, longest_s=0.5)
-        with under_load(url, range(100, 40_000), CLIENTS):
-            llm.watch(phases.after_step)
-            phases.run(MEASURED_S)
-            recorder.switch(False)
+        load = SteadyLoad(llm, range(100, 40_000), CLIENTS)
+        llm.watch(phases.after_step)
+        phases.run(MEASURED_S)
+        recorder.switch(False)
+        load.end()
     recorder.close()
     tell_costs("recording", phases)
     print(f"  processor time in calls of the recorder, while it was on: {recorder.share:.2%}")
@@ -343,12 +339,13 @@ def switched_recorder(path: Path) -> Any:
 
 
 def watching(model: str | None) -> None:
-    """What an open memory page costs: a server under steady load that is watched now and then."""
+    """What an open memory page costs an engine under steady load: each look is taken by lot."""
     from models.tiny_models import tiny_model
     from pagedkv.engine import LLM
     from pagedkv.server.memory_page import watch as module
 
-    interval_s = module.INTERVAL_S
+    frames_per_s = 1 / module.INTERVAL_S
+    module.INTERVAL_S /= 2  # every other look, on average, is left out
     with LLM(tiny_model("llama"), num_blocks=40_960, max_num_seqs=64) as llm, served(llm) as url:
         watchers = llm._driving.watchers
         place, watch = next(
@@ -358,35 +355,40 @@ def watching(model: str | None) -> None:
         )
         in_steps, in_loop = Timed(watch._after_step), Timed(watch._deliver)
         watchers[place], watch._deliver = in_steps, in_loop
-        with reader_of(f"{url}/memory/stream"), under_load(url, range(5, 190), 64):
-            (watcher,) = watch._watchers
-            loop = watch._serving._loop
+        lots = ByLot()
+        with reader_of(f"{url}/memory/stream"):
+            load = SteadyLoad(llm, range(5, 190), 64)
+            session = watch._session
+            look = session._look
 
-            def switch(is_on: bool) -> None:
-                """Let the page be among those who watch, or not, as if it came and went.
+            def look_by_lot(engine: Any) -> Any:
+                """A look that is left out raises, is told to nobody, and its news comes later."""
+                if not lots.draw():
+                    raise LeftOut
+                return look(engine)
 
-                It is told what is new and not the whole: that is told once to each who comes.
-                """
-                note = watch._watchers.add if is_on else watch._watchers.discard
-                loop.call_soon_threadsafe(note, watcher)
+            session._look, session._fail = look_by_lot, lambda failure: None
+            llm.watch(lots.after_step)
+            in_steps.spent_s = in_loop.spent_s = 0.0
+            began_s = time.perf_counter()
+            time.sleep(MEASURED_S)
+            load.end()
+            seconds = time.perf_counter() - began_s
+            spent = (
+                f"{in_steps.spent_s / seconds:.2%} between steps, {in_loop.spent_s / seconds:.2%}"
+            )
+        memory = llm.statistics().memory
+    num_looks, cost = lots.cost()
+    print(f"{memory.num_blocks:,} blocks, of which {memory.cached_blocks:,} are cached")
+    print(
+        f"  {num_looks} looks, {cost.each_s * 1e3:.2f} ms each; {lots.step_s * 1e3:.1f} ms a step"
+    )
+    print(f"  {frames_per_s:.0f} a second cost {cost.share(frames_per_s)} of the time   bar 1 %")
+    print(f"  (in brackets: 95 % of draws); processor time {spent} in the event loop")
 
-            for times in (1, 5):
-                module.INTERVAL_S = interval_s / times
-                in_steps.spent_s = in_loop.spent_s = 0.0
-                # The first look of a phase, a tenth of a second after its begin, tells of the
-                # phase before too.
-                phases = Phases(switch, shortest_s=0.3, longest_s=0.5, dropped_s=0.12)
-                llm.watch(phases.after_step)
-                phases.run(MEASURED_S / 2)
-                print(f"{times / interval_s:.0f} frames a second: ", end="")
-                tell_costs("watching", phases)
-                on_s = MEASURED_S / 4
-                print(
-                    f"  processor time of looks while it was on: {in_steps.spent_s / on_s:.2%} "
-                    f"between steps, {in_loop.spent_s / on_s:.2%} in the event loop"
-                )
-            memory = llm.statistics().memory
-    print(f"  at the end {memory.used_blocks:,} blocks used, {memory.cached_blocks:,} cached")
+
+class LeftOut(Exception):
+    """A look that is not taken."""
 
 
 class Timed:
