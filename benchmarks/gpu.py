@@ -2,11 +2,12 @@
 
 Needs torch, triton, numba and transformers, nothing of the network. Checks every kernel against
 the float64 reference on the device, then measures, prints a table and writes JSON with the
-device's name, a file for each half. At most eight minutes, in two halves of less than four: the
-kernels (`gpu_kernels.py`) and the engine (`gpu_engine.py`). A half that fails is told of and does
-not keep the other from running.
+device's name, a file for each part: correctness and kernels (`gpu_kernels.py`), and the engine
+(`gpu_engine.py`). At most eight minutes. Each part runs in a process of its own, which is ended
+when its time is over: a kernel that writes where it must not leaves the device useless to the
+process that launched it, and to no other. What a part has found is written as it finds it.
 
-    python benchmarks/gpu.py [--only kernels,engine] [--out DIR] [--tune]
+    python benchmarks/gpu.py [--only correctness,kernels,engine] [--out DIR] [--tune]
     python benchmarks/gpu.py --smoke    # toy sizes on any CPU: tries the script itself
 """
 
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import json
 import os
 import platform
@@ -23,21 +23,41 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-HALVES = {"kernels": "gpu_kernels", "engine": "gpu_engine"}
-"""Each a module beside this with `measure(settings) -> dict` for the JSON, which prints as it
-goes and looks at `settings.seconds_left()` before it begins what takes long."""
-SECONDS_EACH = 215.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """What runs in one process."""
+
+    module: str
+    """Beside this one."""
+    function: str
+    """Takes `Settings` and gives a dict for the JSON; prints as it goes, and looks at
+    `seconds_left()` before it begins what takes long."""
+    seconds: float
+    """From the start of the process."""
+
+
+PARTS = {
+    "correctness": Part("gpu_kernels", "check", 95.0),
+    "kernels": Part("gpu_kernels", "measure", 120.0),
+    "engine": Part("gpu_engine", "measure", 215.0),
+}
+ENDING_S = 10.0
+"""What a part may take longer than it should, before it is ended."""
+TUNING_S = 240.0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a half is to do."""
+    """What a part is to do."""
 
     device: str
     """"cuda", or "cpu" in Triton's interpreter."""
@@ -46,6 +66,8 @@ class Settings:
     tune: bool
     """Also try other sizes of tiles than those chosen."""
     ends_at: float
+    keep: Callable[[dict[str, Any]], None]
+    """Writes what has been found so far."""
 
     def seconds_left(self) -> float:
         return self.ends_at - time.monotonic()
@@ -53,48 +75,86 @@ class Settings:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default=",".join(HALVES), help="kernels, engine, or both")
+    parser.add_argument("--only", default=",".join(PARTS), help="correctness, kernels, engine")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON")
     parser.add_argument("--smoke", action="store_true", help="toy sizes, on the CPU if need be")
     parser.add_argument("--tune", action="store_true", help="other tiles too; takes minutes more")
+    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    for path in (ROOT / "src", ROOT / "benchmarks"):
-        sys.path.insert(0, str(path))
+    names = arguments.only.split(",")
+    for name in names:
+        if name not in PARTS:
+            parser.error(f"--only names {name!r}: choose from {', '.join(PARTS)}")
     if arguments.smoke and not Path("/dev/nvidiactl").exists():
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # whoever looks for kernels there would wait
+    if arguments.in_process:
+        failed = run_part(names[0], arguments)
+    else:
+        failed = False
+        for name in names:
+            failed |= not began_and_ended(name, arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(failed)  # a peer's thread that does not stop would be waited for
+
+
+def seconds_of(name: str, arguments: argparse.Namespace) -> float:
+    return PARTS[name].seconds + TUNING_S * (arguments.tune and name == "kernels")
+
+
+def began_and_ended(name: str, arguments: argparse.Namespace) -> bool:
+    """Run a part in a process of its own; whether it went well."""
+    command = [sys.executable, __file__, "--in-process", "--only", name, "--out", arguments.out]
+    command += ["--smoke"] * arguments.smoke + ["--tune"] * arguments.tune
+    limit_s = seconds_of(name, arguments) + ENDING_S
+    try:
+        done = subprocess.run(command, check=False, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        print(f"{name}: ended after {limit_s:.0f} s; what it had found is written", flush=True)
+        return False
+    if done.returncode < 0:
+        print(f"{name}: died of signal {-done.returncode}", flush=True)
+    return done.returncode == 0
+
+
+def run_part(name: str, arguments: argparse.Namespace) -> bool:
+    """Run a part in this process; whether it failed."""
+    began = time.monotonic()
+    for path in (ROOT / "src", ROOT / "benchmarks"):
+        sys.path.insert(0, str(path))
 
     import torch
 
     has_device = torch.cuda.is_available()
     if not has_device and not arguments.smoke:
-        parser.exit(2, "gpu.py: torch sees no CUDA device here: use --smoke to try the script\n")
+        print("gpu.py: torch sees no CUDA device here: use --smoke to try the script", flush=True)
+        return True
     facts = about(torch)
-    print(" ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
-    failed = False
-    for name in arguments.only.split(","):
-        if name not in HALVES:
-            parser.error(f"--only names {name!r}: choose from {', '.join(HALVES)}")
-        if importlib.util.find_spec(HALVES[name]) is None:
-            print(f"{name}: benchmarks/{HALVES[name]}.py is not in this checkout")
-            continue
-        settings = Settings(
-            device="cuda" if has_device else "cpu",
-            smoke=arguments.smoke,
-            tune=arguments.tune,
-            ends_at=time.monotonic() + SECONDS_EACH,
-        )
-        began = time.monotonic()
-        try:
-            result: dict[str, Any] = importlib.import_module(HALVES[name]).measure(settings)
-        except Exception as problem:
-            traceback.print_exc()
-            result = {"failed": repr(problem)}
-        failed |= bool(result.get("failed"))
-        result["seconds"] = round(time.monotonic() - began, 1)
-        write({"about": facts, name: result}, name, arguments.out)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1 if failed else 0)  # a peer's thread that does not stop would be waited for
+    print(" ".join(f"{key} {value}" for key, value in facts.items()), flush=True)
+    kept: dict[str, Any] = {}
+
+    def keep(found: dict[str, Any]) -> None:
+        kept.update(found)
+        write({"about": facts, name: {**kept, "unfinished": True}}, name, arguments.out)
+
+    settings = Settings(
+        device="cuda" if has_device else "cpu",
+        smoke=arguments.smoke,
+        tune=arguments.tune,
+        ends_at=began + seconds_of(name, arguments),
+        keep=keep,
+    )
+    part = PARTS[name]
+    try:
+        result = dict(getattr(importlib.import_module(part.module), part.function)(settings))
+    except Exception as problem:
+        traceback.print_exc()
+        result = {**kept, "failed": repr(problem)}
+    result["seconds"] = round(time.monotonic() - began, 1)
+    path = write({"about": facts, name: result}, name, arguments.out)
+    print(f"written: {path}", flush=True)
+    return bool(result.get("failed"))
 
 
 def about(torch: Any) -> dict[str, str]:
@@ -136,13 +196,15 @@ def commit() -> str:
     return done[0] + ("+" if done[1] else "")
 
 
-def write(result: dict[str, Any], half: str, folder: Path) -> None:
-    """What a half found, in a file of its own, so that another run of the other leaves it be."""
+def write(result: dict[str, Any], part: str, folder: Path) -> Path:
+    """What a part found, in a file of its own, so that another run of the others leaves it be."""
     device = re.sub(r"[^a-z0-9]+", "-", result["about"]["device"].lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"gpu-{device}-{half}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"written: {path}", flush=True)
+    path = folder / f"gpu-{device}-{part}.json"
+    written = path.with_suffix(".new")
+    written.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    written.replace(path)  # whole, whenever the process is ended
+    return path
 
 
 if __name__ == "__main__":

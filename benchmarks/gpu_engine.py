@@ -1,6 +1,6 @@
 """The engine on a device, beside `transformers`' own continuous batching, on random weights.
 
-Half of `gpu.py`, which runs it. The load is the one that nano-vllm publishes: 256 requests of 100
+A part of `gpu.py`, which runs it. The load is the one that nano-vllm publishes: 256 requests of 100
 to 1,024 prompt tokens that are all answered with 100 to 1,024 tokens, here greedily. Weights are
 random and of the shapes of Qwen3-0.6B and Qwen3-8B: what a token is costs nothing.
 """
@@ -8,19 +8,25 @@ random and of the shapes of Qwen3-0.6B and Qwen3-8B: what a token is costs nothi
 from __future__ import annotations
 
 import gc
+import inspect
 import random
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    Qwen3Config,
+)
 from transformers.utils import logging
 
 from pagedkv.engine import LLM, SamplingParams
@@ -48,6 +54,8 @@ class Settings(Protocol):
     smoke: bool
 
     def seconds_left(self) -> float: ...
+
+    def keep(self, found: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,7 @@ def measure(settings: Settings) -> dict[str, Any]:
                 failed.append(f"{name}: {figures['failed']}")
                 goes_on = isinstance(problem, PeerGoesOn)
         clear()
+        settings.keep(result)
         show(name, figures)
     if failed:
         result["failed"] = "; ".join(failed)
@@ -116,11 +125,13 @@ def measure_model(
     theirs = figures["generate_batch"] = limited(
         lambda: peer_rate(model, requests, limit_s), limit_s + 2 * STOPPING_S
     )
+    settings.keep({name: figures})
     clear()
     figures["pagedkv"] = our_rate(model, requests, load)
     if theirs.get("is_whole"):
         rate = figures["pagedkv"]["tokens_per_s"]
         figures["times_generate_batch"] = rate / theirs["tokens_per_s"]
+    settings.keep({name: figures})
     clear()
     figures["decode"] = decode_rate(model, load, bandwidth, settings)
 
@@ -220,35 +231,71 @@ def peer_rate(model: Any, requests: list[tuple[list[int], int]], limit_s: float)
         return {"not_run": "no time was left for it"}
     config = GenerationConfig(do_sample=False, max_new_tokens=max(n for _, n in requests))
     logging.set_verbosity_error()
+    told: dict[str, Any] = {}
     tokens = ended = 0
-    fatal: BaseException | None = None
-    with model.continuous_batching_context_manager(
-        config, block=True, timeout=STOPPING_S
-    ) as manager:
+    problem: object = None
+    with ExitStack() as stack:
+        manager = peer_manager(model, config, requests, told, stack)
+        told["attention"] = model.config._attn_implementation
         start_s = time.perf_counter()
         for i, (ids, n) in enumerate(requests):
             manager.add_request(ids, request_id=f"r{i}", max_new_tokens=n, eos_token_id=-1)
         while ended < len(requests) and time.monotonic() < ends_at:
             found = manager.get_result(timeout=0.2)
             if found is None:
-                fatal = manager.background_thread_status.fatal_error
-                if fatal is not None:
-                    break
+                problem = manager.background_thread_status.fatal_error
             elif found.is_finished():
+                # One that failed is finished too.
+                asked = requests[int(found.request_id.removeprefix("r"))][1]
+                problem = found.error
+                if problem is None and len(found.generated_tokens) != asked:
+                    problem = f"{len(found.generated_tokens)} tokens instead of {asked}"
                 tokens += len(found.generated_tokens)
                 ended += 1
+            if problem is not None:
+                break
         seconds = time.perf_counter() - start_s
         if ended < len(requests):
             manager.stop(block=True, timeout=STOPPING_S, hard_stop=True)
-    if fatal is not None:
-        return {"failed": reason(fatal), "answers": ended}
+    if problem is not None:
+        failed = reason(problem) if isinstance(problem, BaseException) else str(problem)[:300]
+        return {**told, "failed": failed, "answers": ended}
     return {
+        **told,
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
         "answers": ended,
         "is_whole": ended == len(requests),
     }
+
+
+def peer_manager(
+    model: Any,
+    config: GenerationConfig,
+    requests: list[tuple[list[int], int]],
+    told: dict[str, Any],
+    stack: ExitStack,
+) -> Any:
+    """What `generate_batch` runs, made as it makes it, with its graphs captured."""
+    make = model.continuous_batching_context_manager
+    given: dict[str, Any] = {"block": True, "timeout": STOPPING_S}
+    if "workload_hints" in inspect.signature(make).parameters:
+        from transformers.generation.continuous_batching.utils import WorkloadHints
+
+        given["workload_hints"] = WorkloadHints(
+            max_prompt_length=max(len(ids) for ids, _ in requests),
+            max_generated_length=max(n for _, n in requests),
+            num_requests=len(requests),
+        )
+    try:
+        return stack.enter_context(make(config, **given))
+    except Exception as problem:
+        # Where the package `kernels` is installed it takes flash attention from the network.
+        told["without_flash"] = reason(problem)
+    clear()
+    own = ContinuousBatchingConfig(auto_switch_to_flash=False)
+    return stack.enter_context(make(config, continuous_batching_config=own, **given))
 
 
 def decode_rate(model: Any, load: Load, bandwidth: float, settings: Settings) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The kernels on a device: right, and what share they reach of what it can copy and multiply.
 
-Half of `gpu.py`, which runs it. Times are of the device alone, by its own events, medians; work
-that is launched often is captured as a graph, as the engine does.
+Two parts of `gpu.py`, which runs them. Times are of the device alone, by its own events, medians;
+work that is launched often is captured as a graph, as the engine does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from pagedkv.attention.gpu.tiles import Tile
 
 BARS = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 KV_HEADS, HEADS, DIM = 8, 32, 128
+WARMING_S = 0.03
+CHECK_S = 10.0
+"""What a check may take, with all that is compiled for it."""
 LARGE_TOKENS = 512 * 1024
 """Batch times context from which decoding is to reach its bar."""
 
@@ -37,26 +40,45 @@ class Settings(Protocol):
 
     def seconds_left(self) -> float: ...
 
+    def keep(self, found: dict[str, Any]) -> None: ...
+
+
+Keep: TypeAlias = Callable[[Any], None]
+"""Writes what has been found of one table so far."""
+
+
+def check(settings: Settings) -> dict[str, Any]:
+    """Whether the kernels are right."""
+    cases = correctness(settings, lambda found: settings.keep({"correctness": found}))
+    wrong = [case for case in cases if case["right"] is False]
+    failed = {"failed": f"{len(wrong)} checks of correctness"} if wrong else {}
+    return {"correctness": cases, **failed}
+
 
 def measure(settings: Settings) -> dict[str, Any]:
-    result: dict[str, Any] = {"correctness": correctness(settings)}
-    wrong = [case for case in result["correctness"] if case["right"] is False]
-    failed = [f"{len(wrong)} checks of correctness"] if wrong else []
+    """How fast they are."""
+    warm_up(settings)
     rates = device_rates(settings)
-    result["device_rates"] = rates
-    parts: dict[str, Callable[[], Any]] = {
-        "decode": lambda: decode(settings, rates["copy_gb_per_s"]),
-        "prefill": lambda: prefill(settings, rates["matrix_tflops"]),
-        "host": lambda: host_time(settings),
+    result: dict[str, Any] = {"device_rates": rates}
+    parts: dict[str, Callable[[Keep], Any]] = {
+        "decode": lambda keep: decode(settings, rates["copy_gb_per_s"], keep),
+        "prefill": lambda keep: prefill(settings, rates["matrix_tflops"], keep),
+        "host": lambda _: host_time(settings),
     }
     if settings.tune:
-        parts["tune"] = lambda: tune(settings, rates["copy_gb_per_s"])
+        parts["tune"] = lambda keep: tune(settings, rates["copy_gb_per_s"], keep)
+    failed: list[str] = []
     for name, run in parts.items():
+
+        def keep(found: Any, name: str = name) -> None:
+            result[name] = found
+            settings.keep(result)
+
         try:
-            result[name] = run()
+            keep(run(keep))
         except Exception as problem:  # what was found before is not lost
             traceback.print_exc()
-            result[name] = {"failed": repr(problem)}
+            keep({"failed": repr(problem), "found": result.get(name)})
             failed.append(name)
     if failed:
         result["failed"] = ", ".join(failed)
@@ -66,10 +88,11 @@ def measure(settings: Settings) -> dict[str, Any]:
 # Correctness
 
 
-def correctness(settings: Settings) -> list[dict[str, Any]]:
+def correctness(settings: Settings, keep: Keep) -> list[dict[str, Any]]:
     """Every kernel and dtype against the reference; NaN lies in every slot nobody wrote.
 
-    First what can only be seen on a device. `right` is None where no time was left for a check.
+    First what can only be seen on a device. `right` is None where no time was left for a check,
+    or no device that works.
     """
     print("correctness, largest error beside the largest number of its row", flush=True)
     # Each size of head, block and group is compiled: not all with all, which takes minutes.
@@ -101,9 +124,11 @@ def correctness(settings: Settings) -> list[dict[str, Any]]:
         ))  # fmt: skip
         many.append((f"{dtype} write, read and copy", lambda d=dtype: moved(settings, d), 0.0))
     found: list[dict[str, Any]] = []
+    is_lost = False
     for name, check, bar in many:
-        if settings.seconds_left() < 110:
-            found.append({"case": name, "error": "not run: out of time", "right": None})
+        if is_lost or settings.seconds_left() < CHECK_S:
+            why = "the device does not work any more" if is_lost else "out of time"
+            found.append({"case": name, "error": f"not run: {why}", "right": None})
             continue
         try:
             error = check()
@@ -111,7 +136,9 @@ def correctness(settings: Settings) -> list[dict[str, Any]]:
         except Exception as problem:  # one that does not compile must not hide the others
             traceback.print_exc()
             case = {"case": name, "error": repr(problem), "right": False}
+            is_lost = not still_works(settings)
         found.append(case)
+        keep(found)
         if not case["right"]:
             print(f"  WRONG {name}: {case['error']}, bar {bar}", flush=True)
     right, left = (sum(case["right"] is told for case in found) for told in (True, None))
@@ -123,6 +150,15 @@ def correctness(settings: Settings) -> list[dict[str, Any]]:
         ]  # fmt: skip
         print(f"  {dtype}: at most {max(errors, default=float('nan')):.2g}, bar {BARS[dtype]:g}")
     return found
+
+
+def still_works(settings: Settings) -> bool:
+    """Whether the device takes work after an error, which an access out of bounds ends for good."""
+    try:
+        torch.ones(1, device=settings.device).cpu()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _options(num_heads: int) -> dict[str, dict[str, Any]]:
@@ -276,6 +312,17 @@ def far_error(settings: Settings) -> float:
 # What the device can do
 
 
+def warm_up(settings: Settings) -> None:
+    """Keep an idle device busy until its clocks are where they are under load."""
+    if settings.device == "cuda":
+        a = torch.randn(4096, 4096, device="cuda").bfloat16()
+        until = time.perf_counter() + 1.0
+        while time.perf_counter() < until:
+            for _ in range(20):
+                a @ a
+            torch.cuda.synchronize()
+
+
 def device_rates(settings: Settings) -> dict[str, float]:
     size = 2**20 if settings.smoke else 2**31
     source = torch.ones(size, dtype=torch.uint8, device=settings.device)
@@ -297,7 +344,7 @@ def device_rates(settings: Settings) -> dict[str, float]:
 # Decoding
 
 
-def decode(settings: Settings, copy_gb_per_s: float) -> list[dict[str, Any]]:
+def decode(settings: Settings, copy_gb_per_s: float, keep: Keep) -> list[dict[str, Any]]:
     """Bytes of K and V a second, as a share of the copy bandwidth."""
     print("decode attention, bf16, 8 KV heads, 32 heads, size 128: share of the copy bandwidth")
     print("bar: 85 % from 512k tokens on, block size 16 within 5 % of 64")
@@ -329,6 +376,7 @@ def decode(settings: Settings, copy_gb_per_s: float) -> list[dict[str, Any]]:
         if batch * context >= LARGE_TOKENS:
             line += "  (bar 85 %)"
         print(line, flush=True)
+        keep(found)
     return found
 
 
@@ -374,7 +422,7 @@ def decode_case(settings: Settings, batch: int, context: int, block_size: int) -
 # Prefill
 
 
-def prefill(settings: Settings, matrix_tflops: float) -> list[dict[str, Any]]:
+def prefill(settings: Settings, matrix_tflops: float, keep: Keep) -> list[dict[str, Any]]:
     """4 prompts of 4,096 tokens, whole and in chunks, beside flash SDPA on contiguous tensors."""
     print("prefill of 4 x 4,096 tokens, bf16, 32 heads, 8 KV heads, size 128; bar: 70 % of SDPA")
     batch, length, heads = (2, 32, 8) if settings.smoke else (4, 4096, HEADS)
@@ -388,17 +436,25 @@ def prefill(settings: Settings, matrix_tflops: float) -> list[dict[str, Any]]:
     flops = 4 * batch * heads * dim * length * (length + 1) / 2
     found: list[dict[str, Any]] = []
 
-    def tell(name: str, seconds: float, **more: Any) -> None:
+    def tell(name: str, measured: Callable[[], float]) -> None:
+        try:
+            seconds = measured()
+        except Exception as problem:  # the others can be measured all the same
+            traceback.print_exc()
+            found.append({"case": name, "not_measured": repr(problem)})
+            return
         rate = flops / seconds / 1e12
-        case = {"case": name, "milliseconds": seconds * 1e3, "tflops": rate, **more}
+        case = {"case": name, "milliseconds": seconds * 1e3, "tflops": rate}
         case["share_of_matrix_rate"] = rate / matrix_tflops
-        if found:
+        beside = ""
+        if found and "milliseconds" in found[0]:
             case["share_of_sdpa"] = found[0]["milliseconds"] / case["milliseconds"]
+            beside = f", {case['share_of_sdpa']:.1%} of SDPA"
         found.append(case)
-        beside = f", {case['share_of_sdpa']:.1%} of SDPA" if len(found) > 1 else ""
         print(f"  {name}: {seconds * 1e3:.2f} ms, {rate:.0f} TFLOP/s{beside}", flush=True)
+        keep(found)
 
-    tell("flash SDPA, contiguous", sdpa_seconds(settings, q, k, v, batch))
+    tell("flash SDPA, contiguous", lambda: sdpa_seconds(settings, q, k, v, batch))
     for block_size in (16, 64):
         num_blocks = batch * -(-length // block_size)
         storage = GPUStorage(
@@ -415,13 +471,10 @@ def prefill(settings: Settings, matrix_tflops: float) -> list[dict[str, Any]]:
             print(f"  writing its keys and values: {rate:.0f} GB/s", flush=True)
         for chunk in (length, length // 4):
             name = f"block {block_size}, " + ("whole" if chunk == length else f"{chunk} at a time")
-            try:
-                seconds = chunked_seconds(settings, storage, q, tables, batch, chunk)
-            except Exception as problem:
-                traceback.print_exc()
-                found.append({"case": name, "not_measured": repr(problem)})
-                continue
-            tell(name, seconds)
+            tell(
+                name,
+                lambda a=(storage, q, tables, batch, chunk): chunked_seconds(settings, *a),
+            )
     return found
 
 
@@ -500,7 +553,7 @@ def host_time(settings: Settings) -> dict[str, float]:
     return found
 
 
-def tune(settings: Settings, copy_gb_per_s: float) -> list[dict[str, Any]]:
+def tune(settings: Settings, copy_gb_per_s: float, keep: Keep) -> list[dict[str, Any]]:
     """Other tiles than those of `pagedkv.attention.gpu.tiles`, for whoever chooses them anew."""
     print("other tiles: rows, tokens, warps, stages, programs on a processor")
     found: list[dict[str, Any]] = []
@@ -528,10 +581,12 @@ def tune(settings: Settings, copy_gb_per_s: float) -> list[dict[str, Any]]:
                     case["not_measured"] = repr(problem)
                     print(f"  {tuple(tile)}: {problem!r:.80}", flush=True)
                 found.append(case)
+                keep(found)
     for tile in prefills:
         with only_tile(tile):
             print(f"  {tuple(tile)}")
-            found.append({"tile": tile, "prefill": prefill(settings, 1.0)})
+            found.append({"tile": tile, "prefill": prefill(settings, 1.0, lambda _: None)})
+            keep(found)
     return found
 
 
@@ -566,7 +621,8 @@ def captured(settings: Settings, calls: list[Callable[[], Any]]) -> Callable[[],
 
 
 def seconds_of(settings: Settings, calls: list[Callable[[], Any]], *, runs: int) -> float:
-    """The median of one call, `calls` having been captured together, after two runs for warmth."""
+    """The median of one call, `calls` having been captured together, after some runs for warmth:
+    two or more, until the device has been busy for long enough to be at full speed."""
     if settings.device != "cuda":
         began = time.perf_counter()
         for call in calls[:1] if settings.smoke else calls:
@@ -574,7 +630,12 @@ def seconds_of(settings: Settings, calls: list[Callable[[], Any]], *, runs: int)
         return max(time.perf_counter() - began, 1e-9)
     run = captured(settings, calls)
     run()
-    run()
+    until = time.perf_counter() + WARMING_S
+    while True:
+        run()
+        torch.cuda.synchronize()
+        if time.perf_counter() > until:
+            break
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
     marks[0].record()
     for mark in marks[1:]:
