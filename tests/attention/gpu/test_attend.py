@@ -244,6 +244,23 @@ def test_places_beyond_2_to_the_31_numbers() -> None:
         assert relative_error(out.float().cpu().numpy(), expected) < TOLERANCE["bfloat16"]
 
 
+def test_heads_that_lie_more_than_2_to_the_31_numbers_apart() -> None:
+    apart, tokens, dim = 2**30 + 8, 6, 16
+    room = torch.empty(2 * apart + tokens * dim, dtype=torch.float16, device=DEVICE)
+    rng = np.random.default_rng(9)
+    far = room.as_strided((tokens, 3, dim), (dim, apart, 1))
+    rows = torch.from_numpy(rng.standard_normal((tokens, 3, dim))).to(DEVICE).half()
+    far.copy_(rows)
+    storage = GPUStorage(2, 8, [LayerShape(3, dim, dim)], dtype="float16", device=DEVICE)
+    table = np.array([[1]], dtype=np.int32)
+    storage.write(0, far, far, slots_of(table[0], 0, tokens, 8))
+    for part in storage.read(0, table[0], tokens):
+        assert torch.equal(part, rows.float())
+    out = storage.attend(0, far, table, [tokens], [0, tokens])
+    expected = reference_attend(*[rows.double().cpu().numpy()] * 3)
+    assert relative_error(out.float().cpu().numpy(), expected) < TOLERANCE["float16"]
+
+
 class TestBadInput:
     @pytest.mark.parametrize(
         ("change", "message"),

@@ -194,7 +194,8 @@ def attend_pieces(
     row = tl.arange(0, ROWS)
     is_row = row < num_rows
     query = (first_row + row) // HEADS_EACH
-    query_head = head * HEADS_EACH + (first_row + row) % HEADS_EACH
+    # Between the heads of many tokens lie more than 2**31 numbers.
+    query_head = (head * HEADS_EACH + (first_row + row) % HEADS_EACH).to(tl.int64)
     token = (tl.load(piece + _TOKEN) + query).to(tl.int64)
     positions = before + query
     firsts = tl.zeros([ROWS], tl.int32)

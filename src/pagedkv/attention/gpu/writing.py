@@ -37,7 +37,7 @@ def write_rows(
         return
     page = slot // BLOCK_SIZE * page_numbers
     offset = slot % BLOCK_SIZE
-    heads = tl.arange(0, HEADS)[:, None]
+    heads = tl.arange(0, HEADS)[:, None].to(tl.int64)
     is_head = heads < NUM_HEADS
 
     places = tl.arange(0, KEYS)[None, :]

@@ -105,7 +105,7 @@ def rotate_heads(
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     q_groups: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
-    heads = tl.arange(0, HEADS)
+    heads = tl.arange(0, HEADS).to(tl.int64)
     cos += token * cos_token_stride
     sin += token * sin_token_stride
     if group < q_groups:
