@@ -19,7 +19,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from models.gpu_batch import DEVICE
 from models.tiny_models import tiny_model
 from pagedkv.engine.fused.agreement import same_formula
-from pagedkv.engine.fused.gates import fuse_gates
+from pagedkv.engine.fused.gates import fuse_expert_gates, fuse_gates
 from pagedkv.engine.fused.merged_linear import merge_linear_layers
 from pagedkv.engine.fused.norms import fuse_norms
 from pagedkv.engine.fused.rotary import RotaryOfBoth, fuse_rotary
@@ -194,6 +194,51 @@ def test_another_gated_layer_is_left_alone(formula: str) -> None:
 def test_a_layer_with_another_activation_is_left_alone(act: nn.Module, dtype: torch.dtype) -> None:
     held = placed(SomeMLP("gated", act), dtype)
     assert fuse_gates(held, users_of(held)) == 0
+
+
+class SomeExperts(nn.Module):
+    """Gates as experts do, unless a formula says otherwise."""
+
+    def __init__(self, formula: str, act: nn.Module) -> None:
+        super().__init__()
+        self.formula, self.act_fn = formula, act
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def _apply_gate(self, halves: torch.Tensor) -> torch.Tensor:
+        gate, up = halves.chunk(2, -1)
+        if self.formula == "interleaved":
+            gate, up = halves[..., ::2], halves[..., 1::2]
+        elif self.formula == "swapped":
+            gate, up = up, gate
+        elif self.formula == "cut off":
+            up = up.clamp(-7, 7)
+        elif self.formula == "of three":
+            raise ValueError("three parts are needed")
+        return self.act_fn(gate) * up
+
+
+@pytest.mark.parametrize("act", [nn.SiLU(), nn.GELU("tanh")])
+@pytest.mark.parametrize("dtype", HALF_AND_WHOLE)
+def test_experts_gate_in_one_kernel(act: nn.Module, dtype: torch.dtype) -> None:
+    held = placed(SomeExperts("gated", act), dtype)
+    halves = torch.randn(5, 2 * 24, device=DEVICE).to(dtype)
+    expected = held[0]._apply_gate(halves)
+    other = held[0]._apply_gate(halves.double())
+    assert fuse_expert_gates(held) == 1 and fuse_expert_gates(held) == 0
+    assert same_formula(held[0]._apply_gate(halves), expected)
+    assert torch.equal(held[0]._apply_gate(halves.double()), other)
+
+
+@pytest.mark.parametrize("formula", ["interleaved", "swapped", "cut off", "of three"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_that_gate_otherwise_are_left_alone(formula: str, dtype: torch.dtype) -> None:
+    assert fuse_expert_gates(placed(SomeExperts(formula, nn.SiLU()), dtype)) == 0
+
+
+def test_experts_of_two_activations_in_one_class_are_told_apart() -> None:
+    parts = [SomeExperts("gated", nn.GELU(kind)) for kind in ("none", "tanh")]
+    held = nn.Sequential(*parts).to(DEVICE)
+    assert fuse_expert_gates(held) == 1 and "_apply_gate" in vars(held[1])
 
 
 def test_weights_that_something_else_uses_too_stay_where_they_are() -> None:

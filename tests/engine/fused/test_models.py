@@ -22,7 +22,7 @@ SOME = {
     "llama": FusedLayers(norms=9, gates=4, linear=12, rotary=1),
     "gemma2": FusedLayers(norms=17, gates=4, linear=12, rotary=1),
     "cohere": FusedLayers(norms=0, gates=4, linear=12, rotary=1),  # turns neighbours
-    "deepseek_v3": FusedLayers(norms=17, gates=4, linear=8, rotary=1),  # gives halves
+    "deepseek_v3": FusedLayers(norms=17, gates=7, linear=8, rotary=1),  # gives halves; experts
     "gpt_neox": FusedLayers(norms=0, gates=0, linear=0, rotary=1),  # turns a part of a head
     "gpt_oss": FusedLayers(norms=9, gates=0, linear=12, rotary=1),  # cosines for each pair
     "gemma3n_text": FusedLayers(norms=58, gates=6, linear=15, rotary=1),  # turns one at a time

@@ -1,6 +1,8 @@
 """Gated feed-forward layers: the two halves in one product, the gate and its product in one kernel.
 
 down_proj(act(gate_proj(x)) * up_proj(x))      or with gate_up_proj for both
+
+Experts are multiplied as groups by torch, and keep that; of theirs only the gate is another.
 """
 
 from __future__ import annotations
@@ -96,6 +98,55 @@ def fuse_gates(model: nn.Module, users: dict[int, int]) -> int:
             module.forward = forward
             count += 1
     return count
+
+
+def fuse_expert_gates(model: nn.Module) -> int:
+    """Let the experts of `model` gate in one kernel; returns how many layers of experts do.
+
+    `transformers` gives each such layer a method that takes both halves of what was multiplied.
+    """
+    known: dict[Any, bool | None] = {}
+    like = next(model.parameters())
+    count = 0
+    for module in model.modules():
+        original = getattr(module, "_apply_gate", None)
+        if not callable(original) or "_apply_gate" in vars(module):
+            continue
+        key = (settings_of(module), *map(settings_of, module.children()))
+        if key not in known:
+            known[key] = _is_gelu_in(original, like)
+        is_gelu = known[key]
+        if is_gelu is not None:
+            module._apply_gate = _expert_gate(original, is_gelu, like.dtype)
+            count += 1
+    return count
+
+
+def _is_gelu_in(gate: Callable[[torch.Tensor], Any], like: torch.Tensor) -> bool | None:
+    """Which of the two activations is in `gate`; None where it computes something else."""
+    halves = random_numbers(16, 192, like=like)
+    # Some cut off what is large. Far below zero nothing is left but how it was rounded.
+    halves[:4] *= 12
+    halves[:4, :96].abs_()
+    halves[4:8] *= 0.01
+    with torch.inference_mode():
+        try:
+            expected = gate(halves)
+        except Exception:  # it takes something else, and so is something else
+            return None
+        for is_gelu in (False, True):
+            if same_formula(gated(halves, is_gelu), expected):
+                return is_gelu
+    return None
+
+
+def _expert_gate(
+    original: Callable[[torch.Tensor], Any], is_gelu: bool, dtype: torch.dtype
+) -> Callable[[torch.Tensor], Any]:
+    def gate(halves: torch.Tensor) -> Any:
+        return gated(halves, is_gelu) if halves.dtype is dtype else original(halves)
+
+    return gate
 
 
 def _is_gelu(act: nn.Module, like: torch.Tensor) -> bool | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from pagedkv.engine.device import current, give_back_unused
-from pagedkv.engine.fused.gates import fuse_gates
+from pagedkv.engine.fused.gates import fuse_expert_gates, fuse_gates
 from pagedkv.engine.fused.merged_linear import merge_linear_layers
 from pagedkv.engine.fused.norms import fuse_norms
 from pagedkv.engine.fused.rotary import fuse_rotary
@@ -40,7 +40,7 @@ def fuse_layers(model: nn.Module, run: Callable[[], object]) -> FusedLayers:
     )
     device = next(model.parameters()).device
     with current(device):
-        gates = fuse_gates(model, users)
+        gates = fuse_gates(model, users) + fuse_expert_gates(model)
         linear = merge_linear_layers(model, run, users)
         norms = fuse_norms(model)
         functions = fuse_rotary(model)
