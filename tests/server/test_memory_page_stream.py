@@ -179,6 +179,18 @@ def test_once_a_second_there_is_a_sample_for_the_charts(server: StillServer) -> 
         assert samples and set(samples) == {(1, 6)}
 
 
+def test_who_comes_is_told_of_the_time_in_which_nobody_watched(server: StillServer) -> None:
+    server.scheduler.add([1, 2, 3], max_new_tokens=50)
+    for _ in range(4):  # the first one begins the first second
+        server.step()
+        time.sleep(0.4)
+    with watching(server) as messages:
+        facts, arrays = next(messages)
+        assert facts["kind"] == "whole"
+        [first, *_] = arrays["samples"].tolist()
+        assert first[0] < facts["now_s"] and 0 < first[1] < 10 and first[3] > 0
+
+
 def test_a_server_that_drains_ends_its_streams() -> None:
     with StillServer().running() as server, watching(server) as messages:
         next(messages)

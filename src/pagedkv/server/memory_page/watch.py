@@ -46,7 +46,7 @@ _ROUND_S = 0.2
 
 LINGER_S = 10.0
 """After the last watcher has left, until all that was told is forgotten: a page that is loaded anew
-finds the sequences by the same names, and the last minutes. There are no looks meanwhile."""
+finds the sequences by the same names. There are no looks meanwhile."""
 
 MAX_WATCHERS = 16
 """Open pages; past it 429."""
@@ -64,6 +64,8 @@ class _Look:
     whole: Changes | None
     """All that is told by now, where somebody needs it who knows nothing."""
     happenings: NDArray[np.int32]
+    samples: NDArray[np.float32]
+    """Those that are new; all of them where `whole` is told."""
     counters: dict[str, int]
 
 
@@ -86,6 +88,7 @@ class MemoryWatch:
         self._watchers: set[Watcher] = set()
         self._looking: asyncio.Task[None] | None = None
         self._session: _Session | None = None
+        self._history = History()
         serving.llm.watch(self._after_step)
 
     async def messages(self) -> AsyncIterator[bytes]:
@@ -127,7 +130,7 @@ class MemoryWatch:
         try:
             await asyncio.to_thread(_compile)
             self._session = await self._serving.between_steps(
-                lambda engine: _Session(engine, self._serving, loop, self._deliver)
+                lambda engine: _Session(engine, self._serving, self._history, loop, self._deliver)
             )
             session = self._session
             left_s: float | None = None
@@ -151,9 +154,12 @@ class MemoryWatch:
 
     def _after_step(self, engine: Engine) -> None:
         """Called in the engine's thread after each step, and when orders were taken."""
+        now_s = time.perf_counter()
+        if self._history.is_due(now_s):
+            self._history.note(now_s, engine.statistics())
         session = self._session
         if session is not None:
-            session.after_step(engine)
+            session.after_step(engine, now_s)
 
     def _deliver(self, session: _Session, look: _Look) -> None:
         """Put the news into all mailboxes. In the event loop."""
@@ -180,6 +186,7 @@ class _Session:
         self,
         engine: Engine,
         serving: Serving,
+        history: History,
         loop: asyncio.AbstractEventLoop,
         deliver: Callable[[_Session, _Look], None],
     ) -> None:
@@ -203,7 +210,8 @@ class _Session:
             "limit": Twin(num_slots, max_regions=seats, longest=None),
         }
         self._newest_name = 0
-        self._history = History()
+        self._history = history
+        self._num_told = 0  # samples
         self._facts = {
             "model": serving.model_name,
             "num_blocks": scheduler.num_blocks,
@@ -227,7 +235,7 @@ class _Session:
         most_s = 2 * INTERVAL_S if self._is_stirred else IDLE_INTERVAL_S
         return self._is_whole_wanted or waited_s >= most_s
 
-    def after_step(self, engine: Engine) -> None:
+    def after_step(self, engine: Engine, now_s: float) -> None:
         """Note what the step did, and look where a look is due. Does not raise."""
         if not self.is_awake:
             return
@@ -242,7 +250,7 @@ class _Session:
                 self._num_steps = scheduler.num_concluded
         except Exception as failure:
             self._fail(failure)
-        if time.perf_counter() - self._looked_s >= INTERVAL_S:
+        if now_s - self._looked_s >= INTERVAL_S:
             self._look_and_send(engine)
 
     def look_if_late(self, engine: Engine) -> None:
@@ -269,8 +277,8 @@ class _Session:
         arrays = {**_named(look.changes), "happenings": look.happenings}
         for name in self._follow(look.changes.sequences):
             arrays[f"regions_{name}"] = self._twins[name].rows
-        if self._history.note(look.now_s, look.counters):
-            arrays["samples"] = self._history.newest
+        if len(look.samples):
+            arrays["samples"] = look.samples
         return message(self._now("changes", look), arrays)
 
     def _follow(self, changed: NDArray[np.int32]) -> list[str]:
@@ -292,7 +300,7 @@ class _Session:
         arrays["happenings"] = np.empty((0, len(HAPPENING_FIELDS)), dtype=np.int32)
         for name, twin in self._twins.items():
             arrays[f"regions_{name}"] = twin.rows
-        arrays["samples"] = self._history.all
+        arrays["samples"] = look.samples
         return message({**self._now("whole", look), "memory": self._facts}, arrays)
 
     def _now(self, kind: str, look: _Look) -> dict[str, Any]:
@@ -315,7 +323,11 @@ class _Session:
         if self._is_whole_wanted:
             self._is_whole_wanted = False
             whole = self._differ.whole()
+            self._num_told = 0
         statistics = engine.statistics()
+        self._history.note(self._looked_s, statistics)
+        samples = self._history.since(self._num_told, self._began_s)
+        self._num_told = self._history.num_samples
         memory = statistics.memory
         counters = {
             "num_blocks": memory.num_blocks,
@@ -335,7 +347,7 @@ class _Session:
             "evicted_blocks": memory.evicted_blocks,
             "output_tokens": statistics.output_tokens,
         }
-        return _Look(now_s, changes, whole, happenings, counters)
+        return _Look(now_s, changes, whole, happenings, samples, counters)
 
     def _fail(self, failure: Exception) -> None:
         """End the watching; the engine goes on."""
