@@ -16,6 +16,7 @@ pytest.importorskip("uvicorn", reason="needs the extra [server]")
 pytest.importorskip("httpx", reason="needs httpx")
 
 import httpx
+import numpy as np
 
 from models.memory_messages import read_messages
 from models.memory_picture import Picture
@@ -189,6 +190,21 @@ def test_who_comes_is_told_of_the_time_in_which_nobody_watched(server: StillServ
         assert facts["kind"] == "whole"
         [first, *_] = arrays["samples"].tolist()
         assert first[0] < facts["now_s"] and 0 < first[1] < 10 and first[3] > 0
+
+
+def test_samples_are_told_once_to_each_also_where_somebody_comes_later(server: StillServer) -> None:
+    server.scheduler.add([1, 2, 3], max_new_tokens=50)
+    for _ in range(4):
+        server.step()
+        time.sleep(0.4)
+    with watching(server) as messages, contextlib.ExitStack() as later:
+        told = next(messages)[1]["samples"][:, 0].tolist()
+        assert told
+        second = later.enter_context(watching(server))
+        assert next(second)[1]["samples"][:, 0].tolist()[: len(told)] == told
+        for _, arrays in itertools.islice(messages, 3):
+            told += arrays.get("samples", np.empty((0, 6)))[:, 0].tolist()
+        assert told == sorted(set(told))
 
 
 def test_a_server_that_drains_ends_its_streams() -> None:

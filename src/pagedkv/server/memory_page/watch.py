@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,17 +55,23 @@ _MAILBOX_SIZE = 20
 """Messages that a slow reader may be behind; past it the whole is sent anew."""
 
 
+class _Whole(NamedTuple):
+    """All that is told by now."""
+
+    changes: Changes
+    samples: NDArray[np.float32]
+
+
 @dataclass(frozen=True)
 class _Look:
     """What one look found, on its way to the event loop."""
 
     now_s: float
     changes: Changes
-    whole: Changes | None
-    """All that is told by now, where somebody needs it who knows nothing."""
+    whole: _Whole | None
+    """With what is new, where somebody needs it who knows nothing."""
     happenings: NDArray[np.int32]
     samples: NDArray[np.float32]
-    """Those that are new; all of them where `whole` is told."""
     counters: dict[str, int]
 
 
@@ -296,11 +302,11 @@ class _Session:
         """
         if look.whole is None:
             return None
-        arrays = _named(look.whole)
+        arrays = _named(look.whole.changes)
         arrays["happenings"] = np.empty((0, len(HAPPENING_FIELDS)), dtype=np.int32)
         for name, twin in self._twins.items():
             arrays[f"regions_{name}"] = twin.rows
-        arrays["samples"] = look.samples
+        arrays["samples"] = look.whole.samples
         return message({**self._now("whole", look), "memory": self._facts}, arrays)
 
     def _now(self, kind: str, look: _Look) -> dict[str, Any]:
@@ -319,15 +325,14 @@ class _Session:
         changes = self._differ.look(
             arrays, block_size=scheduler.block_size, now_ms=int(now_s * 1000) + 1
         )
-        whole = None
-        if self._is_whole_wanted:
-            self._is_whole_wanted = False
-            whole = self._differ.whole()
-            self._num_told = 0
         statistics = engine.statistics()
         self._history.note(self._looked_s, statistics)
         samples = self._history.since(self._num_told, self._began_s)
         self._num_told = self._history.num_samples
+        whole = None
+        if self._is_whole_wanted:
+            self._is_whole_wanted = False
+            whole = _Whole(self._differ.whole(), self._history.since(0, self._began_s))
         memory = statistics.memory
         counters = {
             "num_blocks": memory.num_blocks,
