@@ -53,6 +53,8 @@ PARTS = {
 ENDING_S = 10.0
 """What a part may take longer than it should, before it is ended."""
 TUNING_S = 240.0
+NO_DEVICE = 2
+"""Exit status."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def began_and_ended(name: str, arguments: argparse.Namespace) -> bool:
         return False
     if done.returncode < 0:
         print(f"{name}: died of signal {-done.returncode}", flush=True)
+    if done.returncode == NO_DEVICE:  # it has said so, and so would the others
+        raise SystemExit(NO_DEVICE)
     return done.returncode == 0
 
 
@@ -129,7 +133,7 @@ def run_part(name: str, arguments: argparse.Namespace) -> bool:
     has_device = torch.cuda.is_available()
     if not has_device and not arguments.smoke:
         print("gpu.py: torch sees no CUDA device here: use --smoke to try the script", flush=True)
-        return True
+        raise SystemExit(NO_DEVICE)
     facts = about(torch)
     print(" ".join(f"{key} {value}" for key, value in facts.items()), flush=True)
     kept: dict[str, Any] = {}

@@ -223,3 +223,19 @@ def test_a_part_that_goes_on_is_ended(
 
 def broken(*_: Any) -> Any:
     raise RuntimeError("an illegal memory access was encountered")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a device is here")
+def test_without_a_device_one_line_says_so(halves: Any, tmp_path: Path) -> None:
+    import gpu
+
+    done = subprocess.run(
+        [sys.executable, gpu.__file__, "--out", tmp_path / "out"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and done.stderr == ""
+    [line] = done.stdout.splitlines()
+    assert "no CUDA device" in line and "--smoke" in line
+    assert not (tmp_path / "out").exists()
