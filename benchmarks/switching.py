@@ -55,7 +55,7 @@ class Phases:
     """Switches what is measured, and notes how far the engine is after each step.
 
     `switch(is_on)` is called by the thread that runs the steps, between two of them. Phases last
-    `shortest_s` to `longest_s`; their first `dropped_s` do not count. Give `after_step` to
+    `shortest_s` to `longest_s`. Give `after_step` to
     `LLM.watch` behind all that is measured, so that it lies between two notes.
     """
 
@@ -65,11 +65,9 @@ class Phases:
         *,
         shortest_s: float,
         longest_s: float,
-        dropped_s: float = 0.0,
     ) -> None:
         self._switch = switch
         self._lengths_s = shortest_s, longest_s
-        self._dropped_s = dropped_s
         self._rng = random.Random(0)
         self._next: list[bool] = []
         self._length_s = self._began_s = 0.0
@@ -91,7 +89,7 @@ class Phases:
             scheduler._totals["computed"],
         )
         self._last = note
-        if self._phases and note.wall_s - self._began_s >= self._dropped_s:
+        if self._phases:
             self._phases[-1][1].append(note)
         if note.wall_s - self._began_s >= self._length_s:
             if not self._next:  # both of a pair are as long
@@ -100,7 +98,7 @@ class Phases:
             is_on = self._next.pop()
             self._switch(is_on)
             self._began_s = note.wall_s
-            self._phases.append((is_on, [] if self._dropped_s else [note]))
+            self._phases.append((is_on, [note]))
 
     def run(self, seconds: float) -> None:
         """Let it go on for so long; it can be read afterwards."""
@@ -124,7 +122,8 @@ class Phases:
         )
         costs = {}
         for i, clock in enumerate(CLOCKS):
-            usual_s = _usual_s(np.concatenate([without, with_it]), i)
+            windows = np.concatenate([without, with_it])
+            usual_s = usual_of(windows[:, i], *windows[:, 3:].T)
             slower = np.log(with_it[:, i] / usual_s[len(pairs) :]) - np.log(
                 without[:, i] / usual_s[: len(pairs)]
             )
@@ -138,14 +137,18 @@ class Phases:
         return float(num_output_tokens / wall_s), float(wall_s / num_steps)
 
 
-def _usual_s(windows: NDArray[np.float64], clock: int) -> NDArray[np.float64]:
+def usual_of(
+    took_s: NDArray[np.float64],
+    num_steps: NDArray[np.float64],
+    num_output_tokens: NDArray[np.float64],
+    num_tokens: NDArray[np.float64],
+) -> NDArray[np.float64]:
     """What the work of each window takes on average, with or without, by a linear fit.
 
     The lot puts a few prompts more into one phase than into another, which is no cost of what is
     measured: steps, output tokens and the tokens of prompts explain most of a window's time.
     """
-    took_s = windows[:, clock]
-    work = np.stack([windows[:, 3], windows[:, 4], windows[:, 5] - windows[:, 4]], axis=1)
+    work = np.stack([num_steps, num_output_tokens, num_tokens - num_output_tokens], axis=1)
     kept = np.ones(len(work), dtype=bool)
     for _ in range(5):
         rates, *_ = np.linalg.lstsq(work[kept], took_s[kept], rcond=None)
