@@ -141,6 +141,23 @@ def test_nothing_is_looked_at_while_nobody_watches(
     assert (len(looks), len(notes)) == during
 
 
+def test_a_step_takes_the_look_that_is_due(
+    server: StillServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagedkv.server.memory_page.watch._ROUND_S", 3_600.0)
+    server.scheduler.add([1, 2, 3], max_new_tokens=30)
+    with watching(server) as messages:
+        next(messages)
+        before = server.scheduler.num_steps
+        time.sleep(0.15)
+        server.step()
+        assert next(messages)[0]["counters"]["num_steps"] == before + 1
+        server.step()  # too soon
+        time.sleep(0.15)
+        server.step()
+        assert next(messages)[0]["counters"]["num_steps"] == before + 3
+
+
 def test_who_comes_while_nothing_happens_is_told_the_whole_at_once(
     server: StillServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,8 @@ def test_regions_are_where_best_fit_puts_them_first_come_first_served(
             column_of[next_name], alive[next_name] = column, most
             changed[column] = next_name, most
             next_name += 1
+        for name, most in alive.items():  # those that have another token are told as well
+            changed.setdefault(column_of[name], (name, most))
         is_other = twin.follow(rows(changed))
         model.follow(alive)
         slots = [0] * SLOTS
