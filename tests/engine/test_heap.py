@@ -17,12 +17,12 @@ from pagedkv.engine.heap import keep_freed_memory
 
 if sys.argv[1] == "shared":
     assert keep_freed_memory()
-blocks = [torch.empty(7_000_000, dtype=torch.uint8).fill_(1) for _ in range(2)]
+blocks = [torch.empty(7_000_000, dtype=torch.uint8).fill_(1) for _ in range(12)]
 del blocks
 
 def layers():
     for _ in range(50):
-        blocks = [torch.empty(7_000_000, dtype=torch.uint8).fill_(1) for _ in range(2)]
+        blocks = [torch.empty(7_000_000, dtype=torch.uint8).fill_(1) for _ in range(12)]
         del blocks
 
 def faults():
@@ -32,8 +32,7 @@ def faults():
     thread.join()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-faults()
-print(faults())
+print(min(faults() for _ in range(6)))
 """
 
 
@@ -47,5 +46,5 @@ def test_memory_that_a_thread_frees_and_takes_again_is_not_mapped_anew() -> None
         )
         for name in ("shared", "apart")
     }
-    pages = 2 * 7_000_000 // 4096
-    assert faults["shared"] < pages < faults["apart"]
+    # The best of some turns each: until the heap has settled, small things stand in a block's way.
+    assert 10 * faults["shared"] < faults["apart"]
