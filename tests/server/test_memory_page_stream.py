@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import threading
@@ -23,6 +24,7 @@ from models.still_server import StillServer
 from pagedkv.server.memory_page.changes import Changes, Differ
 from pagedkv.server.memory_page.endpoints import FILES
 from pagedkv.server.memory_page.happenings import ADMISSION, Happenings
+from pagedkv.server.memory_page.history import History
 from pagedkv.server.memory_page.watch import MAX_WATCHERS
 
 Message = tuple[dict[str, Any], dict[str, Any]]
@@ -33,6 +35,14 @@ def watching(server: StillServer, **headers: str) -> Iterator[Iterator[Message]]
     with httpx.stream("GET", f"{server.url}/memory/stream", headers=headers, timeout=60) as answer:
         assert answer.status_code == 200
         yield read_messages(answer.iter_raw())
+
+
+async def kept_until_there_are(server: StillServer, num_samples: int) -> None:
+    keeping = asyncio.create_task(server.watch.keep_history())
+    while len(server.watch._history.samples(time.perf_counter())) < num_samples:
+        assert not keeping.done()
+        await asyncio.sleep(0.01)
+    keeping.cancel()
 
 
 @pytest.fixture
@@ -171,24 +181,66 @@ def test_a_region_goes_when_its_sequence_ends_though_nobody_comes(server: StillS
         assert len(regions["regions_longest"]) == len(regions["regions_limit"]) == 0
 
 
-def test_once_a_second_there_is_a_sample_for_the_charts(server: StillServer) -> None:
-    with watching(server) as messages:
-        assert next(messages)[1]["samples"].shape == (0, 6)
-        told = [arrays for _, arrays in itertools.islice(messages, 4)]
-        samples = [arrays["samples"].shape for arrays in told if "samples" in arrays]
-        assert samples and set(samples) == {(1, 6)}
-
-
-def test_who_comes_is_told_of_the_time_in_which_nobody_watched(server: StillServer) -> None:
+def test_who_watches_is_told_each_sample_once(
+    server: StillServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagedkv.server.memory_page.history.INTERVAL_S", 0.0)
     server.scheduler.add([1, 2, 3], max_new_tokens=50)
-    for _ in range(4):  # the first one begins the first second
+    with watching(server) as messages:
+        told = len(next(messages)[1]["samples"])
+        for _ in range(3):
+            server.step()
+        num_samples = len(server.watch._history.samples(time.perf_counter()))
+        assert num_samples == 2  # the first step began the first second
+        for _ in range(3):
+            facts, arrays = next(messages)
+            assert facts["kind"] == "changes"
+            told += len(arrays["samples"])
+        assert told == num_samples
+
+
+def test_who_comes_is_told_of_the_time_in_which_nobody_watched(
+    server: StillServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagedkv.server.memory_page.history.INTERVAL_S", 0.0)
+    server.scheduler.add([1, 2, 3], max_new_tokens=50)
+    for _ in range(5):
         server.step()
-        time.sleep(0.4)
     with watching(server) as messages:
         facts, arrays = next(messages)
-        assert facts["kind"] == "whole"
-        [first, *_] = arrays["samples"].tolist()
-        assert first[0] < facts["now_s"] and 0 < first[1] < 10 and first[3] > 0
+        assert facts["kind"] == "whole" and len(arrays["samples"]) >= 4
+        ages, tokens_per_s = arrays["samples"][:4, 0].tolist(), arrays["samples"][:4, 1]
+        assert ages == sorted(ages, reverse=True) and ages[-1] > 0
+        assert (tokens_per_s > 0).all()
+
+
+def test_while_nothing_happens_and_nobody_watches_there_are_samples_too(
+    server: StillServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagedkv.server.memory_page.history.INTERVAL_S", 0.0)
+    monkeypatch.setattr("pagedkv.server.memory_page.watch._LATE_S", 0.01)
+    server.scheduler.add([1, 2, 3], max_new_tokens=50)
+    server.step()
+    asyncio.run(kept_until_there_are(server, 3))
+    with watching(server) as messages:
+        samples = next(messages)[1]["samples"]
+        assert len(samples) >= 3 and (samples[:3, 1] == 0).all()
+        assert samples[0, 3] == samples[-1, 3] > 0
+
+
+def test_a_sample_that_fails_ends_the_history_and_the_steps_go_on(
+    server: StillServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: Any) -> None:
+        raise ValueError("no sample")
+
+    monkeypatch.setattr(History, "note", failing)
+    server.scheduler.add([1, 2, 3], max_new_tokens=50)
+    server.step()
+    server.step()
+    assert caplog.text.count("history ends: no sample") == 1
+    with watching(server) as messages:
+        assert next(messages)[1]["samples"].shape == (0, 6)
 
 
 def test_a_server_that_drains_ends_its_streams() -> None:

@@ -28,7 +28,8 @@ from pagedkv.server.tokenizing import add_tokenizing
 def create_app(serving: Serving) -> FastAPI:
     """The application of a server that answers with `serving`; `app.state.serving` is it.
 
-    `app.state.reader` makes token ids of its prompts, and is to be closed.
+    `app.state.reader` makes token ids of its prompts, and is to be closed; `app.state.watch` is
+    that of the memory page, and is to keep its history.
     """
     app = FastAPI(title="pagedkv", version=__version__, docs_url=None, redoc_url=None)
     app.state.serving = serving
@@ -48,7 +49,7 @@ def create_app(serving: Serving) -> FastAPI:
     add_generation(app, serving, reader, names)
     add_tokenizing(app, serving, reader)
     add_looks(app, serving)
-    add_memory_page(app, serving)
+    app.state.watch = add_memory_page(app, serving)
     describe_errors(app)
     return app
 

@@ -19,6 +19,7 @@ from pagedkv.server.cross_origin import open_to
 from pagedkv.server.errors import BrokenOff
 from pagedkv.server.guard import Guard
 from pagedkv.server.log_once import log_once
+from pagedkv.server.memory_page.watch import MemoryWatch
 from pagedkv.server.prompts import PromptReader
 from pagedkv.server.serving import Serving
 
@@ -66,6 +67,7 @@ class Server(uvicorn.Server):
     ) -> None:
         app = create_app(serving)
         self._reader: PromptReader = app.state.reader
+        self._watch: MemoryWatch = app.state.watch
         self._guard = Guard(
             app, keys=api_keys, limits=serving.limits, on_refusal=serving.count_refusal
         )
@@ -104,6 +106,7 @@ class Server(uvicorn.Server):
         tasks = [
             asyncio.create_task(self._serving.verify_when_idle(IDLE_S)),
             asyncio.create_task(self._serving.remind_silent_streams()),
+            asyncio.create_task(self._watch.keep_history()),
         ]
         try:
             await super().serve([self._listener])
