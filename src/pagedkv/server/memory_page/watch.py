@@ -52,6 +52,9 @@ LINGER_S = 10.0
 """After the last watcher has left, until all that was told is forgotten: a page that is loaded anew
 finds the sequences by the same names. There are no looks meanwhile."""
 
+_LATE_S = 0.5
+"""How long a sample is left for a step to take before the event loop does."""
+
 MAX_WATCHERS = 16
 """Open pages; past it 429."""
 
@@ -69,10 +72,6 @@ class _Look:
     """All that is told by now, where somebody needs it who knows nothing."""
     happenings: NDArray[np.int32]
     counters: dict[str, int]
-
-
-_LATE_S = 0.5
-"""How long a sample is left for a step to take before the event loop does."""
 
 
 class Watcher:
