@@ -69,9 +69,10 @@ class History:
         They have ages rather than times: of a server that has run for months single precision
         could not tell seconds.
         """
-        rows = [
-            (now_s - taken_s, *figures)
-            for taken_s, *figures in self._samples
-            if after_s < taken_s <= now_s
-        ]
-        return np.array(rows, dtype=np.float32).reshape(-1, len(SAMPLE_FIELDS))
+        rows = []
+        for taken_s, *figures in reversed(self._samples):
+            if taken_s <= after_s:
+                break
+            if taken_s <= now_s:
+                rows.append((now_s - taken_s, *figures))
+        return np.array(rows[::-1], dtype=np.float32).reshape(-1, len(SAMPLE_FIELDS))
