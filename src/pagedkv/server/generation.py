@@ -42,7 +42,8 @@ def add_generation(
         heading = chat_heading(body, serving.model_name)
         _name(request, heading)
         ask = chat_ask(body, serving.limits.max_answers)
-        prompt = await chat_prompt(body, reader, request.receive)
+        with serving.arriving(arrived_s, num_prompts=1, num_samples=ask.params.n):
+            prompt = await chat_prompt(body, reader, request.receive)
         exchange = _begun(serving, [prompt], ask, body, request, arrived_s)
         if not body.stream:
             async with watched(request.receive, exchange):
@@ -60,7 +61,9 @@ def add_generation(
         heading = completion_heading(serving.model_name)
         _name(request, heading)
         ask = completion_ask(body, serving.limits.max_answers)
-        prompts, texts = await completion_prompts(body, reader, request.receive)
+        num_prompts = len(body.prompts)
+        with serving.arriving(arrived_s, num_prompts=num_prompts, num_samples=ask.params.n):
+            prompts, texts = await completion_prompts(body, reader, request.receive)
         exchange = _begun(serving, prompts, ask, body, request, arrived_s)
         if not body.stream:
             async with watched(request.receive, exchange):
