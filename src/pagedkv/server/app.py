@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from pagedkv._version import __version__
 from pagedkv.engine.detokenizer import TokenTexts
 from pagedkv.server.body_errors import from_unread, from_validation
-from pagedkv.server.chat_schema import ChatRequest, Message, ResponseFormat, TextPart
+from pagedkv.server.chat_schema import ChatRequest, Message, TextPart
 from pagedkv.server.completion_schema import CompletionRequest
 from pagedkv.server.errors import ApiError, answer_api_error
 from pagedkv.server.exchange import ClientLeft
@@ -21,6 +21,7 @@ from pagedkv.server.openapi import describe_errors
 from pagedkv.server.prompts import PromptReader
 from pagedkv.server.sampling_schema import StreamOptions
 from pagedkv.server.serving import Serving
+from pagedkv.server.structured_schema import JSONSchemaFormat, ResponseFormat, StructuredOutputs
 from pagedkv.server.tokenize_schema import DetokenizeRequest, TokenizeRequest
 from pagedkv.server.tokenizing import add_tokenizing
 
@@ -55,12 +56,13 @@ def create_app(serving: Serving) -> FastAPI:
 
 
 _FIELDS = frozenset(
-    name
+    field.alias or name
     for model in (
         *(ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
-        *(Message, TextPart, ResponseFormat, StreamOptions),
+        *(Message, TextPart, StreamOptions),
+        *(ResponseFormat, JSONSchemaFormat, StructuredOutputs),
     )
-    for name in model.model_fields
+    for name, field in model.model_fields.items()
 )
 
 
