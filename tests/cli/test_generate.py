@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -95,6 +96,60 @@ def test_beams_are_printed_best_first(folder: Path, capsys: pytest.CaptureFixtur
     scores = [float(title.split(" (score ")[1][:-1]) for title in titles]
     assert scores[0] >= scores[1] and scores[2] >= scores[3]
     assert both.split("\n", 1)[1].startswith(alone.out)
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        (["--json-schema", '{"enum": [1, true]}'], r"1|true"),
+        (["--json-schema", "FILE"], r'\{\s*"a"\s*:\s*(1|true)\s*}'),
+        (["--regex", "[a-c]{4}"], "[a-c]{4}"),
+        (["--choice", "yes", "--choice", "no"], "yes|no"),
+    ],
+)
+def test_answers_are_what_they_must_be(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    options: list[str],
+    pattern: str,
+) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra [structured]")
+    file = tmp_path / "schema.json"
+    file.write_text(
+        '{"type": "object", "properties": {"a": {"enum": [1, true]}}, "required": ["a"]'
+        ', "additionalProperties": false}'
+    )
+    given = [str(file) if option == "FILE" else option for option in options]
+    common = ["generate", "--model", str(folder), "--num-blocks", "40", "--quiet"]
+    assert run([*common, *given, "Hello"]) == 0
+    assert re.fullmatch(pattern, capsys.readouterr().out.strip())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--regex", "a", "--choice", "b"], "--regex and --choice exclude each other"),
+        (["--regex", "a", "--beams", "2"], "--beams and --regex exclude each other"),
+        (["--json-schema", "/nowhere"], "--json-schema: /nowhere: No such file"),
+        (["--json-schema", "{"], "--json-schema: json is no JSON schema"),
+        (["--regex", "["], "regex cannot be followed: unclosed character class"),
+        (["--json-schema", '{"type": "x"}'], "json cannot be followed: Invalid type: x"),
+    ],
+)
+def test_what_no_answer_can_be_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra [structured]")
+    assert message in error_of(capsys, "--model", str(folder), *options, "Hello")
+
+
+def test_without_the_extra_for_structures_one_line_says_what_to_install(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "_STRUCTURED", ("guidance_of_the_future",))
+    line = error_of(capsys, "--model", str(folder), "--regex", "a", "Hello")
+    assert line.endswith("needs guidance_of_the_future: install pagedkv[structured]")
 
 
 def test_a_long_prompt_is_cut_to_one_line_where_it_is_a_title(

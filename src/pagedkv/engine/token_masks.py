@@ -18,14 +18,22 @@ def bar_tokens(logits: torch.Tensor, rows: Sequence[int], allowed: Sequence[Bits
     In place: these rows are read by nobody else, and a copy of all would cost the others in the
     step more than the grammars do.
     """
-    vocabulary = logits.shape[1]
     if logits.device.type == "cpu":
-        for row, bits in zip(rows, allowed, strict=True):
-            barred = np.unpackbits(~bits, count=vocabulary, bitorder="little").view(np.bool_)
-            logits[row].masked_fill_(torch.from_numpy(barred), -torch.inf)
-        return
-    num_words = -(-vocabulary // 64)
-    words = np.zeros((len(rows), 8 * num_words), dtype=np.uint8)
+        _bar_by_row(logits, rows, allowed)
+    else:
+        _bar_at_once(logits, rows, allowed)
+
+
+def _bar_by_row(logits: torch.Tensor, rows: Sequence[int], allowed: Sequence[Bits]) -> None:
+    for row, bits in zip(rows, allowed, strict=True):
+        barred = np.unpackbits(~bits, count=logits.shape[1], bitorder="little").view(np.bool_)
+        logits[row].masked_fill_(torch.from_numpy(barred), -torch.inf)
+
+
+def _bar_at_once(logits: torch.Tensor, rows: Sequence[int], allowed: Sequence[Bits]) -> None:
+    """For a device, which is sent the bits and spreads them itself: nobody waits for it."""
+    vocabulary = logits.shape[1]
+    words = np.zeros((len(rows), 8 * (-(-vocabulary // 64))), dtype=np.uint8)
     for place, bits in enumerate(allowed):
         words[place, : len(bits)] = bits
     there, packed = uploaded([np.array(rows, dtype=np.int64), words.view("<i8")], logits.device)
