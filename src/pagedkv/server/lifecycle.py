@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from types import FrameType
 import uvicorn
 
 from pagedkv.errors import InvalidInput
-from pagedkv.server.access_log import Noted
+from pagedkv.server.access_log import AccessLog, Noted
 from pagedkv.server.app import create_app
 from pagedkv.server.connections import bounded_protocol
 from pagedkv.server.cross_origin import open_to
@@ -71,17 +72,18 @@ class Server(uvicorn.Server):
         self._guard = Guard(
             app, keys=api_keys, limits=serving.limits, on_refusal=serving.count_refusal
         )
+        log = None
+        if access_log is not None:
+            paths = frozenset(getattr(route, "path", "") for route in app.routes)
+            log = AccessLog(access_log, paths=paths)
         # Within the first the refusals of the others bear an id, within the second pages can read
         # those of the guard.
-        noted = Noted(
-            open_to(self._guard, allow_origins),
-            write=access_log,
-            paths=frozenset(getattr(route, "path", "") for route in app.routes),
-        )
+        noted = Noted(open_to(self._guard, allow_origins), log=log)
         super().__init__(
             uvicorn.Config(
                 noted,
-                http=bounded_protocol(serving.limits),
+                http=bounded_protocol(serving.limits, log=log, on_refusal=serving.count_refusal),
+                timeout_keep_alive=math.ceil(serving.limits.idle_s),
                 ws="none",
                 log_config=None,
                 log_level=logging.WARNING,
