@@ -36,7 +36,7 @@ def listen(host: str, port: int) -> socket.socket:
         )
         made = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as problem:
-        raise InvalidInput(f"host {host}: {_why(problem)}") from None
+        raise InvalidInput(f"host is {host!r}: {_why(problem)}") from None
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
