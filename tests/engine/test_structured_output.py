@@ -302,6 +302,7 @@ def test_an_answer_that_cannot_go_on_fails_alone() -> None:
         ({"choice": [""]}, "choice cannot be followed: it allows no text but the empty one"),
         ({"grammar": "start: foo"}, 'grammar cannot be followed: at .* unknown name: "foo"'),
         ({"grammar": "no grammar"}, "grammar cannot be followed"),
+        ({"grammar": 'start: "a"\n%llguidance {"no_forcing": false}'}, "%llguidance sets what"),
         ({"grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000}, "too deeply nested"),
         ({"grammar": "root ::= " + "( " * 9_000 + '"a"' + ")" * 9_000}, "recursion"),
         ({"regex": "(" * 9_000 + "a" + ")" * 9_000}, "regex cannot be followed"),
@@ -366,6 +367,22 @@ def test_hostile_structures_end_in_the_time_of_a_step_or_fail_alone() -> None:
     made.finish_all()
     assert well.generation().completions[0].finish_reason in ("stop", "length")
     assert all(request.is_finished for request in requests) and requests
+
+
+def test_a_text_that_is_certain_without_an_end_is_not_looked_at_to_its_end() -> None:
+    """Its first word could always be longer: there is no other token than `a`, and no end."""
+    params = SamplingParams(max_tokens=9, structured=StructuredOutput(grammar="start: /a+/ /a+/"))
+    [found] = completions(engine(), params, PROMPT)
+    assert set(found.text) == {"a"} and found.finish_reason == "length"
+
+
+def test_what_is_certain_may_be_cut_into_any_tokens() -> None:
+    grammars = Grammars(texts(), vocab_size=VOCABULARY, end_token_ids=[END])
+    place = grammars.compiled(StructuredOutput(regex="true")).begin()
+    bits = np.unpackbits(place.allowed, count=VOCABULARY, bitorder="little")
+    assert {texts().token_bytes(int(i)) for i in np.flatnonzero(bits)} == {
+        *(b"t", b"tr", b"tru", b"true")
+    }
 
 
 def test_grammars_are_compiled_once_and_few_are_kept() -> None:

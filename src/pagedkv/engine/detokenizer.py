@@ -14,7 +14,6 @@ decodes without `clean_up_tokenization_spaces`, which takes spaces away that the
 from __future__ import annotations
 
 import codecs
-import copy
 import functools
 import json
 import re
@@ -47,8 +46,6 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         rust = tokenizer if hasattr(tokenizer, "decoder") else None
         rust = getattr(tokenizer, "backend_tokenizer", None) or rust
-        self._tokenizer = tokenizer
-        self._rust = None
         if rust is None or not hasattr(rust, "id_to_token"):
             self._decode: Callable[[list[int]], str] = functools.partial(
                 tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -57,7 +54,6 @@ class TokenTexts:
             self._special = frozenset(tokenizer.all_special_ids)
             self._decoders = ["?"]
         else:
-            self._rust = rust
             self._decode = functools.partial(rust.decode, skip_special_tokens=False)
             self._token = rust.id_to_token
             added = rust.get_added_tokens_decoder()
@@ -115,17 +111,6 @@ class TokenTexts:
     def special_token_ids(self) -> frozenset[int]:
         """Tokens that are no text."""
         return self._special
-
-    def tokenizer_of_its_own(self) -> Callable[[str], list[int]]:
-        """What makes token ids of text, none added, whatever other threads have the tokenizer do.
-
-        It is a copy, which takes as long as reading the tokenizer from a file.
-        """
-        if self._rust is None:
-            own = copy.deepcopy(self._tokenizer)
-            return lambda text: list(own(text, add_special_tokens=False)["input_ids"])
-        rust = copy.deepcopy(self._rust)
-        return lambda text: list(rust.encode(text, add_special_tokens=False).ids)
 
     def _token_of(self, token_id: int) -> str | None:
         try:

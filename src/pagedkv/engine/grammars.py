@@ -11,6 +11,7 @@ that runs the steps never has to.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -34,6 +35,11 @@ MAX_LEXER_STATES = 50_000
 
 _WHITESPACE = r"[ \n\r\t]{0,40}"
 """Between the parts of JSON. Without an end a model that likes lines would write nothing else."""
+
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
+"""Where only one text can follow, let the model cut it into tokens as it likes. `llguidance` would
+have it say those that the tokenizer would write; to find these it looks ahead as far as the text is
+certain, which has no end for `start: /a+/ /a+/`."""
 
 _NOTHING_FOLLOWS = "no text of the model's tokens is like that"
 _MAX_TOLD = 300
@@ -185,8 +191,15 @@ def _source(structured: StructuredOutput) -> str:
         options: dict[str, Any] = {"whitespace_pattern": _WHITESPACE}
         if structured.disable_any_whitespace:
             options = {"whitespace_flexible": False}
-        return str(llguidance.LLMatcher.grammar_from_json_schema(structured.text, defaults=options))
-    return str(llguidance.grammar_from(structured.kind, structured.text))
+        made = llguidance.LLMatcher.grammar_from_json_schema(structured.text, defaults=options)
+        schema = json.loads(made)["grammars"][0]["json_schema"]
+        return f"start: %json {json.dumps(schema)}\n{_NO_FORCING}"
+    if "%llguidance" in structured.text:
+        raise ValueError("%llguidance sets what is the engine's to set: leave it out")
+    made = llguidance.grammar_from(structured.kind, structured.text)
+    if structured.kind == "regex":
+        made = json.loads(made)["grammars"][0]["lark_grammar"]
+    return f"{made}\n{_NO_FORCING}"
 
 
 def _refused(structured: StructuredOutput, problem: str) -> InvalidInput:
@@ -200,6 +213,7 @@ def _line(problem: str) -> str:
     # Of a regular expression the reason comes last, below a picture of the place.
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     told = next(iter(reasons or lines), "it is too complex")
+    told = told.rpartition("failed to compile JSON schema: ")[2]
     if told.startswith("panic"):
         told = "it is too complex"
     if told.startswith("NoExtension"):
@@ -222,28 +236,7 @@ class _Vocabulary:
         if not end_token_ids:
             self.tokens.append(b"</s>")
             self.special_token_ids.append(vocab_size)
-        unsaid = {*self.special_token_ids, *end_token_ids}
-        self._ids = {token: i for i, token in enumerate(self.tokens) if token and i not in unsaid}
-        self._longest = max(map(len, self._ids), default=0)
-        self._tokenize = texts.tokenizer_of_its_own()
 
     def __call__(self, text: bytes) -> list[int]:
-        """The tokens of a text that has to come, as the tokenizer would write it."""
-        found = self._tokenize(text.decode(errors="replace"))
-        pieces = [self.tokens[i] if i < len(self.tokens) else b"" for i in found]
-        if b"".join(pieces) == text and all(piece in self._ids for piece in pieces):
-            return found
-        return self._longest_first(text)
-
-    def _longest_first(self, text: bytes) -> list[int]:
-        """The same where the tokenizer does something to a text, such as put a space before it."""
-        found: list[int] = []
-        start = 0
-        while start < len(text):
-            ends = range(min(len(text), start + self._longest), start, -1)
-            end = next((end for end in ends if text[start:end] in self._ids), None)
-            if end is None:
-                break  # no token says this byte
-            found.append(self._ids[text[start:end]])
-            start = end
-        return found
+        """The tokens of a text; nobody asks, since none is forced."""
+        return []
