@@ -40,6 +40,21 @@ def test_help_needs_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         assert option in done.stdout
 
 
+@pytest.mark.parametrize("key", [" ", "a ", "\ta"])
+def test_a_key_that_no_client_can_show_is_refused(
+    capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    assert "no client can show" in error_of(capsys, "--model", "x", "--api-key", key)
+
+
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_variable_is_no_reason_to_serve_everybody(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    monkeypatch.setenv("PAGEDKV_API_KEY", value)
+    assert "PAGEDKV_API_KEY is empty" in error_of(capsys, "--model", "x")
+
+
 def test_without_a_model_or_the_extra_one_line_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

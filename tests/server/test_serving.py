@@ -521,3 +521,17 @@ def test_the_memory_page_is_told_of_the_time_before_it_was_opened(
         assert facts["kind"] == "whole"
         tokens_per_s = arrays["samples"][:, 1].tolist()
         assert max(tokens_per_s) > 0 and tokens_per_s[-2:] == [0, 0]
+
+
+def test_a_second_signal_ends_it_at_once_and_who_waits_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with tiny_server(serving={"drain_s": 1e9}) as server:
+        stream = begin(server)
+        server.server.handle_exit(signal.SIGTERM, None)
+        server.wait_until(lambda: server.serving.is_draining)
+        server.server.handle_exit(signal.SIGTERM, None)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+        server.wait_until(lambda: server.server.should_exit)
+    assert "Exception in ASGI" not in caplog.text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -130,8 +132,7 @@ def serve(
     """Serve a model to the clients of OpenAI's API, its keys and values in blocks."""
     if not model:
         raise InvalidInput("no model: give --model with an id, a folder or a GGUF file")
-    if not all(api_key or ()):
-        raise InvalidInput("--api-key is empty, which everybody has: give a key, or none at all")
+    _check_keys(api_key or ())
     require_engine()
     require_server()
     _say("starting: torch and transformers")
@@ -182,6 +183,20 @@ def serve(
                 announce=_say,
                 access_log=typer.echo if access_log else None,
             ).run()
+
+
+def _check_keys(keys: Sequence[str]) -> None:
+    """Raise `InvalidInput` for a key that everybody has, or that nobody could show."""
+    # Typer takes an empty variable for one that is not there, and the server would be open.
+    if not keys and "PAGEDKV_API_KEY" in os.environ:
+        raise InvalidInput("PAGEDKV_API_KEY is empty, which everybody has: set it, or unset it")
+    for key in keys:
+        if not key:
+            raise InvalidInput(
+                "--api-key is empty, which everybody has: give a key, or none at all"
+            )
+        if key != key.strip():
+            raise InvalidInput("--api-key begins or ends with a space, which no client can show")
 
 
 def _say(line: str) -> None:

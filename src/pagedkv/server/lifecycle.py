@@ -131,12 +131,14 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came: the first drains, the second ends."""
-        if self._loop is not None and not self._serving.is_draining:
+        if self._loop is None:
+            self.should_exit = True
+        elif not self._serving.is_draining:
             self._loop.call_soon_threadsafe(self.drain)
-        elif sig == signal.SIGINT:
-            self.should_exit = self.force_exit = True
         else:
             self.should_exit = True
+            self.force_exit = sig == signal.SIGINT
+            self._loop.call_soon_threadsafe(self._end)
 
     def drain(self) -> None:
         """Let nobody in any more, and end when all have gone, or after the time for it."""
@@ -147,6 +149,10 @@ class Server(uvicorn.Server):
         deadline = asyncio.get_running_loop().time() + self._drain_s
         while self._is_busy and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
+        self._end()
+
+    def _end(self) -> None:
+        """Tell whoever waits that it ends now."""
         self._reader.close()
         self._serving.break_off_all(BrokenOff.shutting_down())
         self.should_exit = True
