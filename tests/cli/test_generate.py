@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -97,6 +98,60 @@ def test_beams_are_printed_best_first(folder: Path, capsys: pytest.CaptureFixtur
     assert both.split("\n", 1)[1].startswith(alone.out)
 
 
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        (["--json-schema", '{"enum": [1, true]}'], r"1|true"),
+        (["--json-schema", "FILE"], r'\{\s*"a"\s*:\s*(1|true)\s*}'),
+        (["--regex", "[a-c]{4}"], "[a-c]{4}"),
+        (["--choice", "yes", "--choice", "no"], "yes|no"),
+    ],
+)
+def test_answers_are_what_they_must_be(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    options: list[str],
+    pattern: str,
+) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra [structured]")
+    file = tmp_path / "schema.json"
+    file.write_text(
+        '{"type": "object", "properties": {"a": {"enum": [1, true]}}, "required": ["a"]'
+        ', "additionalProperties": false}'
+    )
+    given = [str(file) if option == "FILE" else option for option in options]
+    common = ["generate", "--model", str(folder), "--num-blocks", "40", "--quiet"]
+    assert run([*common, *given, "Hello"]) == 0
+    assert re.fullmatch(pattern, capsys.readouterr().out.strip())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--regex", "a", "--choice", "b"], "--regex and --choice exclude each other"),
+        (["--regex", "a", "--beams", "2"], "--beams and --regex exclude each other"),
+        (["--json-schema", "/nowhere"], "--json-schema: /nowhere: No such file"),
+        (["--json-schema", "{"], "--json-schema: json is no JSON schema"),
+        (["--regex", "["], "regex cannot be followed: unclosed character class"),
+        (["--json-schema", '{"type": "x"}'], "json cannot be followed: Invalid type: x"),
+    ],
+)
+def test_what_no_answer_can_be_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra [structured]")
+    assert message in error_of(capsys, "--model", str(folder), *options, "Hello")
+
+
+def test_without_the_extra_for_structures_one_line_says_what_to_install(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "_STRUCTURED", ("guidance_of_the_future",))
+    line = error_of(capsys, "--model", str(folder), "--regex", "a", "Hello")
+    assert line.endswith("needs guidance_of_the_future: install pagedkv[structured]")
+
+
 def test_a_long_prompt_is_cut_to_one_line_where_it_is_a_title(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,11 +223,13 @@ def test_a_reader_that_has_enough_ends_it_quietly(folder: Path, tmp_path: Path) 
         (["--beams", "0"], "--beams is 0: give at least 1"),
         (["--beams", "2", "-n", "3"], "-n is 3: --beams 2 finds 1 to 2 answers"),
         (["--length-penalty", "2"], "--length-penalty is for beams"),
-        (["--temperature", "-1"], "temperature is -1"),
-        (["--kv-memory", "1MiB", "--num-blocks", "4"], "kv_memory and num_blocks both"),
+        (["--temperature", "-1"], "--temperature is -1"),
+        (["-n", "0"], "-n is 0: give at least 1"),
+        (["--seed", "-1"], "--seed is -1: give 0 to "),
+        (["--kv-memory", "1MiB", "--num-blocks", "4"], "--kv-memory and --num-blocks both"),
         (["--dtype", "int3"], "unknown dtype"),
         (["--device", "tpu"], "unknown device 'tpu': choose from auto, cpu, cuda"),
-        (["--device", "cuda:99"], "device is cuda:99"),
+        (["--device", "cuda:99"], "--device is cuda:99"),
         (["--system", "Be brief."], "--system is for chats"),
         (["--num-blocks", "1", "--max-tokens", "200"], "prompt 1 needs"),
         (["--max-model-len", "9999"], "right only up to 512"),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -91,6 +94,40 @@ def test_an_interruption_is_no_traceback(
 ) -> None:
     assert main.run(command(KeyboardInterrupt())) == 130
     assert capsys.readouterr().err.strip() == ""
+
+
+def test_an_interruption_that_python_can_only_print_is_taken_up_again(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: Sequence[str]) -> int:
+        class Kept:
+            pass
+
+        kept = Kept()
+        watched = weakref.ref(kept, lambda _: signal.raise_signal(signal.SIGINT))
+        del kept
+        assert watched() is None
+        time.sleep(60)
+        return 0
+
+    monkeypatch.setattr(main, "_run", interrupted)
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 130
+    assert capfd.readouterr().err.strip() == ""
+
+
+def test_what_else_python_can_only_print_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Fails:
+        def __del__(self) -> None:
+            raise ValueError("not so")
+
+    monkeypatch.setattr(sys, "unraisablehook", main._interrupt_again)
+    Fails()
+    assert "ValueError: not so" in capfd.readouterr().err
 
 
 def test_a_command_gives_its_own_exit_status(

@@ -202,10 +202,18 @@ def test_a_recording_reads_after_the_process_was_killed_under_load(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--max-streams", "0"], "max_streams is 0: give at least 1"),
-        (["--allow-origin", "example.org"], "allow_origin is 'example.org': give it as browsers"),
-        (["--num-blocks", "4", "--kv-memory", "1GiB"], "kv_memory and num_blocks both"),
-        (["--host", "256.1.1.1", "--num-blocks", "4"], "256.1.1.1"),
+        (["--max-streams", "0"], "--max-streams is 0: give at least 1"),
+        (["--allow-origin", "example.org"], "--allow-origin is 'example.org': give it as browsers"),
+        (["--num-blocks", "4", "--kv-memory", "1GiB"], "--kv-memory and --num-blocks both"),
+        (["--host", "256.1.1.1", "--num-blocks", "4"], "--host is '256.1.1.1': "),
+        (["--max-num-seqs", "0"], "--max-num-seqs is 0: give at least 1"),
+        (
+            ["--max-num-seqs", "9", "--max-num-batched-tokens", "8"],
+            "--max-num-batched-tokens is 8: give at least --max-num-seqs, 9, ",
+        ),
+        (["--block-size", "0"], "--block-size is 0: give at least 1"),
+        (["--max-model-len", "0", "--num-blocks", "4"], "--max-model-len is 0: give at least 1"),
+        (["--device", "tpu"], "unknown device 'tpu': choose from auto, cpu, "),
     ],
 )
 def test_bad_settings_are_one_line(

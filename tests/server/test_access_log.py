@@ -18,7 +18,7 @@ pytest.importorskip("openai", reason="needs OpenAI's client")
 import openai
 
 from models.tiny_server import MODEL, TinyServer, tiny_server
-from pagedkv.server.access_log import Noted
+from pagedkv.server.access_log import AccessLog, Noted
 from pagedkv.server.limits import ServerLimits
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -216,10 +216,8 @@ def test_the_duration_is_that_of_the_whole_answer_and_a_failure_has_its_line() -
 
         noted = Noted(
             application,
-            write=log,
-            paths={"/begun"},
+            log=AccessLog(log, paths={"/begun"}, wall_clock=lambda: 1_700_000_000.25),
             clock=lambda: now_s,
-            wall_clock=lambda: 1_700_000_000.25,
         )
 
         async def send(message: Any) -> None:

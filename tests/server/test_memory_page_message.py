@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -42,61 +39,67 @@ def test_a_message_is_read_as_it_was_written_however_it_is_cut(
             assert found[name].dtype == array.dtype and np.array_equal(found[name], array)
 
 
-def statistics(tokens: int, queries: int = 0, hits: int = 0, used: int = 0, held: int = 0) -> Any:
-    memory = SimpleNamespace(
-        query_tokens=queries,
-        hit_tokens=hits,
-        used_blocks=used,
-        cached_blocks=2,
-        held_tokens=held,
-        num_blocks=8,
-        block_size=4,
-    )
-    return SimpleNamespace(memory=memory, output_tokens=tokens)
+def counters(
+    tokens: int, queries: int = 0, hits: int = 0, used: int = 0, held: int = 0
+) -> dict[str, int]:
+    return {
+        "output_tokens": tokens,
+        "query_tokens": queries,
+        "hit_tokens": hits,
+        "used_blocks": used,
+        "cached_blocks": 2,
+        "held_tokens": held,
+        "num_blocks": 8,
+        "block_size": 4,
+    }
 
 
-def test_a_sample_is_made_of_what_changed_in_a_second() -> None:
+def test_a_sample_is_made_of_what_changed_since_the_last_one() -> None:
     history = History()
-    history.note(10.0, statistics(100, 50, 10))
-    history.note(10.9, statistics(150, 50, 10))
-    assert history.num_samples == 0 and not history.is_due(10.9)
-    history.note(12.0, statistics(300, 150, 85, used=4, held=12))
-    assert history.since(0, 0.0).tolist() == [[12.0, 100.0, 0.75, 0.5, 0.25, 0.75]]
+    history.note(10.0, counters(100, 50, 10))
+    assert history.samples(10.0).shape == (0, 6)
+    history.note(12.0, counters(300, 150, 85, used=4, held=12))
+    assert history.samples(12.0).tolist() == [[0.0, 100.0, 0.75, 0.5, 0.25, 0.75]]
+    history.note(13.0, counters(350, 150, 85))
+    assert history.samples(13.5)[:, :3].tolist() == [[1.5, 100.0, 0.75], [0.5, 50.0, -1.0]]
 
 
-def test_the_next_sample_is_of_what_changed_since_the_last_one() -> None:
+def test_a_sample_is_due_at_once_and_then_a_second_after_the_last_one() -> None:
     history = History()
-    for now_s, tokens, queries, hits in (
-        (0, 0, 0, 0),
-        (1, 100, 0, 0),
-        (1.5, 120, 0, 0),
-        (2, 150, 10, 5),
-    ):
-        history.note(now_s, statistics(tokens, queries, hits))
-    assert history.since(0, 0.0)[:, :3].tolist() == [[1.0, 100.0, -1.0], [2.0, 50.0, 0.5]]
-    assert history.since(1, 0.0)[:, :3].tolist() == [[2.0, 50.0, 0.5]]
-    assert len(history.since(2, 0.0)) == 0
+    assert history.due_s < 0
+    history.note(10.0, counters(0))
+    assert history.due_s == 11.0
+    history.note(12.5, counters(0))
+    assert history.due_s == 13.5
 
 
-def test_times_are_told_from_when_the_page_was_opened() -> None:
+def test_who_was_told_of_samples_is_told_of_those_that_came_after() -> None:
     history = History()
-    for second in range(4):
-        history.note(5_000_000.25 + second, statistics(0))
-    assert history.since(0, 5_000_002.0)[:, 0].tolist() == [-0.75, 0.25, 1.25]
+    for second in range(5):
+        history.note(float(second), counters(second))
+    assert history.samples(3.5, after_s=1.0)[:, 0].tolist() == [1.5, 0.5]
+    assert history.samples(4.0, after_s=3.5)[:, 0].tolist() == [0.0]
+    assert history.samples(4.5, after_s=4.0).shape == (0, 6)
+
+
+def test_ages_are_right_after_years() -> None:
+    history = History()
+    for second in range(3):
+        history.note(100_000_000.25 + second, counters(0))
+    assert history.samples(100_000_003.0)[:, 0].tolist() == [1.75, 0.75]
 
 
 def test_where_nothing_was_asked_or_used_there_is_no_rate() -> None:
     history = History()
-    history.note(0.0, statistics(0))
-    history.note(1.0, statistics(0))
-    assert history.since(0, 0.0).tolist() == [[1.0, 0.0, -1.0, 0.0, 0.25, -1.0]]
+    history.note(0.0, counters(0))
+    history.note(1.0, counters(0))
+    assert history.samples(1.0).tolist() == [[0.0, 0.0, -1.0, 0.0, 0.25, -1.0]]
 
 
 def test_only_the_last_minutes_are_kept() -> None:
     history = History()
-    assert history.since(0, 0.0).shape == (0, 6)
+    assert history.samples(0.0).shape == (0, 6)
     for second in range(60 * MINUTES + 50):
-        history.note(float(second), statistics(second))
-    kept = history.since(0, 0.0)
-    assert kept.shape == (60 * MINUTES, 6) and kept[0, 0] == 50.0
-    assert len(history.since(history.num_samples - 2, 0.0)) == 2
+        history.note(float(second), counters(second))
+    assert history.samples(400.0).shape == (60 * MINUTES, 6)
+    assert history.samples(400.0)[0, 0] == 350.0

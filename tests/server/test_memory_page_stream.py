@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import threading
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra [server]")
@@ -16,7 +18,6 @@ pytest.importorskip("uvicorn", reason="needs the extra [server]")
 pytest.importorskip("httpx", reason="needs httpx")
 
 import httpx
-import numpy as np
 
 from models.memory_messages import read_messages
 from models.memory_picture import Picture
@@ -24,6 +25,7 @@ from models.still_server import StillServer
 from pagedkv.server.memory_page.changes import Changes, Differ
 from pagedkv.server.memory_page.endpoints import FILES
 from pagedkv.server.memory_page.happenings import ADMISSION, Happenings
+from pagedkv.server.memory_page.history import History
 from pagedkv.server.memory_page.watch import MAX_WATCHERS
 
 Message = tuple[dict[str, Any], dict[str, Any]]
@@ -34,6 +36,14 @@ def watching(server: StillServer, **headers: str) -> Iterator[Iterator[Message]]
     with httpx.stream("GET", f"{server.url}/memory/stream", headers=headers, timeout=60) as answer:
         assert answer.status_code == 200
         yield read_messages(answer.iter_raw())
+
+
+async def kept_until_there_are(server: StillServer, num_samples: int) -> None:
+    keeping = asyncio.create_task(server.watch.keep_history())
+    while len(server.watch._history.samples(time.perf_counter())) < num_samples:
+        assert not keeping.done()
+        await asyncio.sleep(0.01)
+    keeping.cancel()
 
 
 @pytest.fixture
@@ -189,39 +199,85 @@ def test_a_region_goes_when_its_sequence_ends_though_nobody_comes(server: StillS
         assert len(regions["regions_longest"]) == len(regions["regions_limit"]) == 0
 
 
-def test_once_a_second_there_is_a_sample_for_the_charts(server: StillServer) -> None:
-    with watching(server) as messages:
-        assert next(messages)[1]["samples"].shape == (0, 6)
-        told = [arrays for _, arrays in itertools.islice(messages, 4)]
-        samples = [arrays["samples"].shape for arrays in told if "samples" in arrays]
-        assert samples and set(samples) == {(1, 6)}
-
-
-def test_who_comes_is_told_of_the_time_in_which_nobody_watched(server: StillServer) -> None:
+def test_who_watches_is_told_each_sample_once(
+    server: StillServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagedkv.server.memory_page.history.INTERVAL_S", 0.0)
     server.scheduler.add([1, 2, 3], max_new_tokens=50)
-    for _ in range(4):  # the first one begins the first second
+    with watching(server) as messages:
+        told = len(next(messages)[1]["samples"])
+        for _ in range(3):
+            server.step()
+        num_samples = len(server.watch._history.samples(time.perf_counter()))
+        assert num_samples == 2  # the first step began the first second
+        for _ in range(3):
+            facts, arrays = next(messages)
+            assert facts["kind"] == "changes"
+            told += len(arrays["samples"])
+        assert told == num_samples
+
+
+def test_who_comes_is_told_of_the_time_in_which_nobody_watched(
+    server: StillServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagedkv.server.memory_page.history.INTERVAL_S", 0.0)
+    server.scheduler.add([1, 2, 3], max_new_tokens=50)
+    for _ in range(5):
         server.step()
-        time.sleep(0.4)
     with watching(server) as messages:
         facts, arrays = next(messages)
-        assert facts["kind"] == "whole"
-        [first, *_] = arrays["samples"].tolist()
-        assert first[0] < facts["now_s"] and 0 < first[1] < 10 and first[3] > 0
+        assert facts["kind"] == "whole" and len(arrays["samples"]) >= 4
+        ages, tokens_per_s = arrays["samples"][:4, 0].tolist(), arrays["samples"][:4, 1]
+        assert ages == sorted(ages, reverse=True) and ages[-1] > 0
+        assert (tokens_per_s > 0).all()
+
+
+def test_while_nothing_happens_and_nobody_watches_there_are_samples_too(
+    server: StillServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagedkv.server.memory_page.history.INTERVAL_S", 0.0)
+    monkeypatch.setattr("pagedkv.server.memory_page.watch._LATE_S", 0.01)
+    server.scheduler.add([1, 2, 3], max_new_tokens=50)
+    server.step()
+    asyncio.run(kept_until_there_are(server, 3))
+    with watching(server) as messages:
+        samples = next(messages)[1]["samples"]
+        assert len(samples) >= 3 and (samples[:3, 1] == 0).all()
+        assert samples[0, 3] == samples[-1, 3] > 0
+
+
+def test_a_sample_that_fails_ends_the_history_and_the_steps_go_on(
+    server: StillServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: Any) -> None:
+        raise ValueError("no sample")
+
+    monkeypatch.setattr(History, "note", failing)
+    server.scheduler.add([1, 2, 3], max_new_tokens=50)
+    server.step()
+    server.step()
+    assert caplog.text.count("history ends: no sample") == 1
+    with watching(server) as messages:
+        assert next(messages)[1]["samples"].shape == (0, 6)
 
 
 def test_samples_are_told_once_to_each_also_where_somebody_comes_later(server: StillServer) -> None:
+    def taken_s(message: Message) -> list[float]:
+        head, arrays = message
+        return [head["now_s"] - float(age_s) for age_s in arrays["samples"][:, 0]]
+
     server.scheduler.add([1, 2, 3], max_new_tokens=50)
     for _ in range(4):
         server.step()
         time.sleep(0.4)
     with watching(server) as messages, contextlib.ExitStack() as later:
-        told = next(messages)[1]["samples"][:, 0].tolist()
+        told = taken_s(next(messages))
         assert told
         second = later.enter_context(watching(server))
-        assert next(second)[1]["samples"][:, 0].tolist()[: len(told)] == told
-        for _, arrays in itertools.islice(messages, 3):
-            told += arrays.get("samples", np.empty((0, 6)))[:, 0].tolist()
-        assert told == sorted(set(told))
+        assert taken_s(next(second))[: len(told)] == pytest.approx(told, abs=0.01)
+        for message in itertools.islice(messages, 3):
+            told += taken_s(message)
+        assert (np.diff(told) > 0.9).all()
 
 
 def test_a_server_that_drains_ends_its_streams() -> None:

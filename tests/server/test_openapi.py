@@ -26,6 +26,7 @@ SAYS_NO = frozenset(
     {
         *("model", "tools", "functions", "function_call", "tool_choice", "audio", "suffix"),
         *("web_search_options", "response_format", "reasoning_effort", "verbosity", "modalities"),
+        *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     }
 )
 

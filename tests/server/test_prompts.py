@@ -164,15 +164,16 @@ def test_what_is_ready_when_its_client_has_left_is_given_to_nobody() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "body", "prompts", "answers"),
     [
-        ("/v1/completions", {"prompt": LONG, "max_tokens": 5}),
-        ("/v1/completions", {"prompt": [LONG, LONG], "max_tokens": 5, "stream": True}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+        ("/v1/completions", {"prompt": LONG, "max_tokens": 5}, 1, 1),
+        ("/v1/completions", {"prompt": [LONG, LONG], "n": 3, "seed": 1, "stream": True}, 2, 6),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, 1, 1),
+        ("/tokenize", {"prompt": LONG}, 0, 0),
     ],
 )
-def test_a_prompt_is_not_admitted_whose_client_left_while_it_was_read(
-    path: str, body: dict[str, Any]
+def test_a_prompt_is_not_admitted_whose_client_left_while_it_was_read_and_is_counted(
+    path: str, body: dict[str, Any], prompts: int, answers: int
 ) -> None:
     with tiny_server() as server:
         tokenizer = FewTokens()
@@ -188,6 +189,9 @@ def test_a_prompt_is_not_admitted_whose_client_left_while_it_was_read(
             )
             assert tokenizer.begun.wait(60)
         server.wait_until(lambda: server.serving.num_reading == 0)
+        page = server.http().get("/metrics").text
+        assert f'pagedkv_requests_finished_total{{reason="abort"}} {answers}.0' in page
+        assert f"pagedkv_request_queue_time_seconds_count {prompts}.0" in page
         tokenizer.may_go_on.set()
         server.server._reader._tokenizer = right
         with server.http() as http:

@@ -20,6 +20,7 @@ pytest.importorskip("openai", reason="needs OpenAI's client")
 
 import openai
 
+from models.memory_messages import read_messages
 from models.tiny_server import MODEL, TinyServer, tiny_server
 from pagedkv.engine import SamplingParams
 from pagedkv.engine.outputs import Chunk
@@ -504,3 +505,33 @@ def test_the_laws_are_checked_when_nobody_is_served(monkeypatch: pytest.MonkeyPa
         server.client().completions.create(model=MODEL, prompt="Hello", max_tokens=2)
         server.wait_until(lambda: server.serving.broken_law is not None)
         assert "law 1" in server.http().get("/health").json()["error"]["message"]
+
+
+def test_the_memory_page_is_told_of_the_time_before_it_was_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pagedkv.server.memory_page.history.INTERVAL_S", 0.0)
+    monkeypatch.setattr("pagedkv.server.memory_page.watch._LATE_S", 0.01)
+    with tiny_server() as server:
+        server.client().completions.create(**LONG, prompt="Hello")
+        history = server.server._watch._history
+        server.wait_until(lambda: history.samples(time.perf_counter())[-2:, 1].tolist() == [0, 0])
+        with server.http().stream("GET", "/memory/stream") as answer:
+            facts, arrays = next(read_messages(answer.iter_raw()))
+        assert facts["kind"] == "whole"
+        tokens_per_s = arrays["samples"][:, 1].tolist()
+        assert max(tokens_per_s) > 0 and tokens_per_s[-2:] == [0, 0]
+
+
+def test_a_second_signal_ends_it_at_once_and_who_waits_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with tiny_server(serving={"drain_s": 1e9}) as server:
+        stream = begin(server)
+        server.server.handle_exit(signal.SIGTERM, None)
+        server.wait_until(lambda: server.serving.is_draining)
+        server.server.handle_exit(signal.SIGTERM, None)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+        server.wait_until(lambda: server.server.should_exit)
+    assert "Exception in ASGI" not in caplog.text

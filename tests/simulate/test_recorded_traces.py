@@ -87,7 +87,7 @@ def test_a_request_is_refused_with_all_of_its_samples() -> None:
     assert result.finished == 2
     result = simulate_scheme(with_samples(made_trace([(0.0, 2, 2)]), 5), CONFIG, "paged")
     assert result.refused == (
-        "request 1 (4 tokens, at 0.0 s) has 5 answers, which run at once, and max-num-seqs is 4",
+        "request 1 (4 tokens, at 0.0 s) has 5 answers, which run at once, and max_num_seqs is 4",
     )
     assert result.num_steps == 0
 

@@ -222,7 +222,7 @@ def test_a_memory_that_broke_a_law_is_reported(monkeypatch: pytest.MonkeyPatch) 
         ({"max_model_len": 0}, "max-model-len is 0"),
         ({"schemes": ("paged", "pages")}, "unknown scheme 'pages': choose from paged, "),
         ({"placement": "worst-fit"}, "unknown placement 'worst-fit': choose from first-fit, "),
-        ({"num_samples": 65}, "65 samples of a prompt run at once, but max-num-seqs is 64"),
+        ({"num_samples": 65}, "65 samples of a prompt run at once, but max_num_seqs is 64"),
         ({"horizon_s": 0.0}, "duration is 0.0 s"),
         ({"horizon_s": math.nan}, "duration is nan s"),
     ],
@@ -238,9 +238,9 @@ def test_settings_out_of_range_are_refused_by_name(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_num_seqs": 0}, "max-num-seqs is 0"),
-        ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "max-num-batched-tokens is 8"),
-        ({"watermark": 1.0}, "watermark is 1.0"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "max_num_batched_tokens is 8"),
+        ({"watermark": 1.0}, "watermark is 1"),
         ({"watermark": -0.1}, "watermark is -0.1"),
         ({"watermark": math.nan}, "watermark is nan"),
     ],

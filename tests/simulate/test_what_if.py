@@ -14,10 +14,10 @@ import pytest
 from models.browser import CHROMIUM, Browser
 from models.sample_results import sample_result
 from pagedkv.simulate.metrics import METRICS, WASTE, show_metric
-from pagedkv.simulate.report_page import prose
+from pagedkv.simulate.report_page import page_bytes, prose
 from pagedkv.simulate.results import Percentiles, WhatIfResult, WhatIfRow
 from pagedkv.simulate.what_if import COLUMNS, columns_of, sentences
-from pagedkv.simulate.what_if_report import MOST_LINES, what_if_html, write_what_if_report
+from pagedkv.simulate.what_if_report import MOST_LINES, what_if_html
 
 PAGED = sample_result(num_requests=20, schemes=("paged",)).schemes[0]
 EVIL = "</title></script><script>window.taken=1</script><img src=x onerror='window.taken=1'>"
@@ -301,7 +301,7 @@ def test_the_page_is_drawn_without_an_error(
     browser: Browser, tmp_path: Path, width: int, dark: bool
 ) -> None:
     path = tmp_path / "what-if.html"
-    write_what_if_report(MEASURED, path)
+    path.write_bytes(page_bytes(what_if_html(MEASURED)))
     browser.open(path, width=width, height=900, dark=dark, touch=width < 500)
     assert browser.errors == []
     assert browser.evaluate("document.documentElement.dataset.charts") == "drawn"

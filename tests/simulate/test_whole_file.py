@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from pagedkv.errors import InvalidInput
-from pagedkv.simulate.whole_file import write_together, write_whole
+from pagedkv.simulate.whole_file import write_together
 
 
 def test_an_interruption_leaves_the_old_file_and_nothing_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "report.html"
-    write_whole(path, b"old")
+    write_together({path: b"old"})
     really_write = Path.write_bytes
 
     def interrupted(self: Path, content: bytes) -> int:
@@ -24,7 +24,7 @@ def test_an_interruption_leaves_the_old_file_and_nothing_beside_it(
 
     monkeypatch.setattr(Path, "write_bytes", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write_whole(path, b"new content")
+        write_together({path: b"new content"})
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["report.html"]
 
@@ -37,14 +37,14 @@ def test_an_interruption_of_the_first_writing_leaves_nothing(
 
     monkeypatch.setattr(Path, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write_whole(tmp_path / "report.html", b"new")
+        write_together({tmp_path / "report.html": b"new"})
     assert os.listdir(tmp_path) == []
 
 
 def test_a_written_file_replaces_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    write_whole(path, b"long old content")
-    write_whole(path, b"new")
+    write_together({path: b"long old content"})
+    write_together({path: b"new"})
     assert path.read_bytes() == b"new"
     assert os.listdir(tmp_path) == ["a.json"]
 
@@ -52,7 +52,7 @@ def test_a_written_file_replaces_the_old_one(tmp_path: Path) -> None:
 def test_a_written_file_can_be_read_by_whom_the_umask_allows(tmp_path: Path) -> None:
     usual = tmp_path / "usual"
     usual.write_bytes(b"")
-    write_whole(tmp_path / "ours", b"x")
+    write_together({tmp_path / "ours": b"x"})
     assert (tmp_path / "ours").stat().st_mode == usual.stat().st_mode
 
 
@@ -60,20 +60,20 @@ def test_a_link_stays_a_link_to_the_new_content(tmp_path: Path) -> None:
     real, link = tmp_path / "real", tmp_path / "link"
     real.write_bytes(b"old")
     link.symlink_to(real)
-    write_whole(link, b"new")
+    write_together({link: b"new"})
     assert link.is_symlink()
     assert real.read_bytes() == b"new"
 
 
 def test_what_is_no_regular_file_is_written_to_directly() -> None:
-    write_whole("/dev/null", b"x")
+    write_together({"/dev/null": b"x"})
     assert Path("/dev/null").is_char_device()
 
 
 @pytest.mark.parametrize("name", ["missing/report.html", "."])
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(InvalidInput, match="cannot write") as caught:
-        write_whole(tmp_path / name, b"x")
+        write_together({tmp_path / name: b"x"})
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -104,7 +104,7 @@ def test_permissions_of_the_old_file_are_those_of_the_new_one(tmp_path: Path, mo
     path = tmp_path / "a.json"
     path.write_bytes(b"old")
     path.chmod(mode)
-    write_whole(path, b"new")
+    write_together({path: b"new"})
     assert path.read_bytes() == b"new"
     assert path.stat().st_mode & 0o777 == mode
 
@@ -121,6 +121,6 @@ def test_a_protected_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(os, "open", guarded)
     with pytest.raises(InvalidInput, match=r"cannot write .*a\.json: Permission denied"):
-        write_whole(path, b"new")
+        write_together({path: b"new"})
     assert path.read_bytes() == b"mine"
     assert os.listdir(tmp_path) == ["a.json"]

@@ -14,13 +14,17 @@ from typer.core import TyperCommand
 
 from pagedkv._version import __version__
 from pagedkv.cli.generate import generate
+from pagedkv.cli.option_names import in_option_names
 from pagedkv.cli.serve import serve
 from pagedkv.cli.simulate import simulate
 from pagedkv.cli.walkthrough import walkthrough
+from pagedkv.errors import InvalidInput, TraceError
 
 
 class Command(TyperCommand):
-    """A command that says when it must compile, and whose help groups its options by panel.
+    """A command that says when it must compile, and names options as they are typed.
+
+    Its help groups them by panel.
 
     The groups are plain: Typer's own boxes leave names and defaults no room at 80 columns.
     """
@@ -30,7 +34,13 @@ class Command(TyperCommand):
         from pagedkv.compiling import on_first_compilation
 
         with on_first_compilation(_say_compiling):
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except TraceError:
+                raise  # names fields of a file
+            except InvalidInput as error:
+                message = in_option_names(str(error), self.get_params(ctx))
+                raise InvalidInput(message) from error
 
     def get_short_help_str(self, limit: int = 0) -> str:
         """What the list of commands says of it: a whole sentence, in as many lines as it takes."""

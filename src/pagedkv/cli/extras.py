@@ -7,12 +7,18 @@ import importlib.util
 from pagedkv.errors import InvalidInput
 
 _ENGINE = ("torch", "transformers", "safetensors")
+_STRUCTURED = ("llguidance",)
 _SERVER = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def require_engine() -> None:
     """Raise `InvalidInput`, one line, where packages that run models are not installed."""
     _require("running models", _ENGINE, "engine")
+
+
+def require_structured() -> None:
+    """Raise `InvalidInput`, one line, where what follows schemas and grammars is not installed."""
+    _require("structured output", _STRUCTURED, "structured")
 
 
 def require_server() -> None:

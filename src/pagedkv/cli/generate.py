@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from pagedkv.cli.extras import require_engine
+from pagedkv.cli.extras import require_engine, require_structured
 from pagedkv.cli.model_options import (
     MEMORY,
     RECORD_HELP,
@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     from pagedkv.engine.llm import Prompt
     from pagedkv.engine.outputs import BeamGeneration, Chunk
     from pagedkv.engine.statistics import EngineStatistics
+    from pagedkv.engine.structured_output import StructuredOutput
 
 _SAMPLING = "Sampling"
+_STRUCTURE = "What an answer must be"
 
 
 def generate(
@@ -97,6 +99,24 @@ def generate(
     seed: Annotated[
         int | None, typer.Option(help="Same seed, same answers.", rich_help_panel=_SAMPLING)
     ] = None,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            help="JSON of this schema: a file, or the schema itself.",
+            rich_help_panel=_STRUCTURE,
+        ),
+    ] = None,
+    regex: Annotated[
+        str | None,
+        typer.Option(
+            help="Text that this regular expression matches as a whole.",
+            rich_help_panel=_STRUCTURE,
+        ),
+    ] = None,
+    choice: Annotated[
+        list[str] | None,
+        typer.Option(help="One of these texts; give it once for each.", rich_help_panel=_STRUCTURE),
+    ] = None,
     beams: Annotated[
         int | None,
         typer.Option(
@@ -139,6 +159,7 @@ def generate(
     from pagedkv.engine.llm import LLM
     from pagedkv.engine.sampling_params import SamplingParams
 
+    structured = _structured(json_schema, regex, choice)
     params: SamplingParams | BeamSearchParams
     if beams is None:
         if length_penalty is not None:
@@ -153,6 +174,7 @@ def generate(
             repetition_penalty=repetition_penalty,
             stop=stop or (),
             seed=seed,
+            structured=structured,
         )
     else:
         _refuse_beside_beams(
@@ -164,6 +186,9 @@ def generate(
             stop=stop,
             seed=seed is not None,
             record=record,
+            json_schema=json_schema is not None,
+            regex=regex is not None,
+            choice=choice,
         )
         if beams < 1:
             raise InvalidInput(f"--beams is {beams}: give at least 1")
@@ -223,6 +248,45 @@ def statistics_lines(statistics: EngineStatistics) -> list[str]:
         f"({memory.hit_rate:.1%}); waste: {memory.mean_waste:.1%} of the used slots; "
         f"preemptions: {memory.preemptions:,}",
     ]
+
+
+def _structured(
+    json_schema: str | None, regex: str | None, choice: list[str] | None
+) -> StructuredOutput | None:
+    """What the answers must be; None where any text will do."""
+    from pagedkv.engine.structured_output import StructuredOutput
+
+    given = {
+        "--json-schema": json_schema is not None,
+        "--regex": regex is not None,
+        "--choice": bool(choice),
+    }
+    names = [name for name, is_given in given.items() if is_given]
+    if not names:
+        return None
+    if len(names) > 1:
+        raise InvalidInput(f"{names[0]} and {names[1]} exclude each other: give one of them")
+    require_structured()
+    try:
+        return StructuredOutput(
+            json=None if json_schema is None else _schema(json_schema),
+            regex=regex,
+            choice=choice or None,
+        )
+    except InvalidInput as problem:
+        raise InvalidInput(f"{names[0]}: {problem}") from None
+
+
+def _schema(given: str) -> str:
+    """A JSON schema that is given itself, or a file that it is in."""
+    if given.lstrip().startswith("{"):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except OSError as problem:
+        raise InvalidInput(f"{given}: {problem.strerror}") from None
+    except UnicodeDecodeError:
+        raise InvalidInput(f"{given} is not UTF-8 text") from None
 
 
 def _refuse_beside_beams(**options: object) -> None:

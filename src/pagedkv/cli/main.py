@@ -75,7 +75,20 @@ def _run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     """Run the command line of this process, and end it with the command's exit status."""
+    sys.unraisablehook = _interrupt_again
     sys.exit(run(sys.argv[1:]))
+
+
+def _interrupt_again(lost: sys.UnraisableHookArgs) -> None:
+    """Take up a Ctrl-C that came where Python can only print it, as in the locks of imports."""
+    if issubclass(lost.exc_type, KeyboardInterrupt):
+        import _thread
+        import threading
+
+        # From another thread and a little later: within this function it would be lost again.
+        threading.Timer(0.05, _thread.interrupt_main).start()
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def _in_our_words(error: Exception) -> str:

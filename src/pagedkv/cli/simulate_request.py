@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pagedkv.cli.what_if import Variation
+    from pagedkv.scheduling.limits import SchedulerConfig
     from pagedkv.simulate.trace import Trace
 
 MOST = 2**31 - 1
@@ -119,6 +120,17 @@ class Given:
     def is_measured(self) -> bool:
         """Whether step times were given, so that no roofline is needed."""
         return self.prefill_rate is not None or self.step_time is not None
+
+    def scheduler_config(self) -> SchedulerConfig:
+        """What a step may hold. Raises `InvalidInput`."""
+        from pagedkv.scheduling.limits import SchedulerConfig
+
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            chunked_prefill=self.chunked_prefill,
+            watermark=self.watermark,
+        )
 
     @property
     def sizes_memory(self) -> bool:
@@ -227,13 +239,7 @@ def _refuse_out_of_range(given: Given) -> None:
             raise InvalidInput(f"{option} is {rate:g}: give {least:g} to {most:g} {of} a second")
     if given.seed < 0:
         raise InvalidInput(f"--seed is {given.seed}: give 0 or more")
-    if given.max_num_batched_tokens < given.max_num_seqs:
-        raise InvalidInput(
-            f"--max-num-batched-tokens is {given.max_num_batched_tokens}: give at least "
-            f"--max-num-seqs, {given.max_num_seqs}, so that no running request waits for a token"
-        )
-    if not 0 <= given.watermark < 1:
-        raise InvalidInput(f"--watermark is {given.watermark:g}: give from 0 to below 1")
+    given.scheduler_config()
 
 
 def _refuse_for_schemes(given: Given, typed: dict[str, str]) -> None:

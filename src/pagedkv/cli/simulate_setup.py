@@ -180,7 +180,6 @@ def config_of(
     horizon_s: float,
 ) -> tuple[SimulationConfig, list[str]]:
     """What the simulator is told, and remarks on what was not as asked."""
-    from pagedkv.scheduling.limits import SchedulerConfig
     from pagedkv.simulate.simulator import SimulationConfig
 
     remarks = list(geometry.remarks)
@@ -205,12 +204,7 @@ def config_of(
         num_blocks=memory.num_blocks,
         block_size=given.block_size,
         step_time=step_time,
-        scheduler=SchedulerConfig(
-            max_num_seqs=given.max_num_seqs,
-            max_num_batched_tokens=given.max_num_batched_tokens,
-            chunked_prefill=given.chunked_prefill,
-            watermark=given.watermark,
-        ),
+        scheduler=given.scheduler_config(),
         schemes=_schemes(given),
         placement=given.placement,
         prefix_caching=given.prefix_caching,

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pagedkv.engine.llm import LLM
     from pagedkv.engine.outputs import Beam, BeamGeneration, Chunk, Completion, Generation
     from pagedkv.engine.sampling_params import SamplingParams
+    from pagedkv.engine.structured_output import StructuredOutput
 
 __all__ = [
     "LLM",
@@ -23,6 +24,7 @@ __all__ = [
     "Completion",
     "Generation",
     "SamplingParams",
+    "StructuredOutput",
 ]
 
 _HOMES = {
@@ -34,6 +36,7 @@ _HOMES = {
     "Completion": "outputs",
     "Generation": "outputs",
     "SamplingParams": "sampling_params",
+    "StructuredOutput": "structured_output",
 }
 
 

@@ -38,6 +38,7 @@ from pagedkv.engine.device import (
     uploaded,
 )
 from pagedkv.engine.device_sampling import DeviceSampler
+from pagedkv.engine.grammars import Grammar, GrammarFailed, Grammars
 from pagedkv.engine.graphs import Capture, DecodeGraphs, ladder
 from pagedkv.engine.logprobs import TokenLogprob, log_probabilities, prompt_logprobs
 from pagedkv.engine.measuring import largest_step
@@ -49,6 +50,7 @@ from pagedkv.engine.sampling import NotFinite, SamplerState, sample
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.statistics import EngineStatistics, StepTimes
 from pagedkv.engine.stopping import OutputText, output_limit
+from pagedkv.engine.token_masks import bar_tokens
 from pagedkv.engine.turn import Turn
 from pagedkv.errors import InvalidInput
 from pagedkv.memory.block_key import Namespace
@@ -134,6 +136,10 @@ class Engine:
             self._capture_steps(capture)
         self.end_token_ids = end_token_ids
         self._texts = texts
+        self.grammars = Grammars(
+            texts, vocab_size=model.vocab_size, end_token_ids=self.end_token_ids
+        )
+        """What structured outputs follow; any thread may have them compiled."""
         self._seed = seed
         self._recorder = recorder
         self._clock = clock
@@ -145,6 +151,7 @@ class Engine:
             self._sampler = DeviceSampler(model.device)
         self._begun: deque[BegunStep] = deque()  # in the order in which they will be concluded
         self._samples: dict[int, Sample] = {}  # by sequence
+        self._structured: set[int] = set()  # sequences of those that follow a grammar
         self._beams: dict[int, BeamRequest] = {}  # by sequence
         self._num_requests = 0
         self._output_tokens = 0
@@ -209,14 +216,20 @@ class Engine:
         namespace: Namespace | None = None,
         listener: Listener | None = None,
         came_s: float | None = None,
+        grammar: Grammar | None = None,
     ) -> Request:
         """A request arrives. It computes from the next step on, as soon as there is memory.
 
         `came_s`: when it came, by `seconds`, if it had to wait for a step to end; now unless given.
+        `grammar`: what `grammars` has compiled of `params.structured`; it is compiled here unless
+        given, and every step waits for that.
 
         Raises `NeverFits` for one that could not be served by the whole memory, and
-        `InvalidInput` for a prompt that is empty, too long or has unknown tokens.
+        `InvalidInput` for a prompt that is empty, too long or has unknown tokens, or a structure
+        that cannot be followed.
         """
+        if grammar is None and params.structured is not None:
+            grammar = self.grammars.compiled(params.structured)
         limit = self._max_new_tokens(prompt_ids, params.max_tokens, name)
         request = Request(prompt, prompt_ids, params, limit, listener)
         sequences = self.scheduler.add(
@@ -232,7 +245,12 @@ class Engine:
             seed = request_seed(self._seed, self._num_requests)
         for index, sequence in enumerate(sequences):
             state = SamplerState(
-                params, prompt_ids, seed=seed, sample=index, end_ids=self.end_token_ids
+                params,
+                prompt_ids,
+                seed=seed,
+                sample=index,
+                # A grammar bars them itself, and never all that there is.
+                end_ids=None if grammar is not None else self.end_token_ids,
             )
             output = OutputText(
                 params,
@@ -240,9 +258,12 @@ class Engine:
                 eos_token_ids=self.end_token_ids,
                 limit=limit,
             )
-            made = Sample(request, index, sequence, state, output)
+            place = None if grammar is None else grammar.begin()
+            made = Sample(request, index, sequence, state, output, place)
             request.samples.append(made)
             self._samples[sequence] = made
+            if place is not None:
+                self._structured.add(sequence)
         self._num_requests += 1
         if self._recorder is not None:
             request.arrival = self._recorder.arrived(
@@ -393,14 +414,17 @@ class Engine:
         if len(inverse) != len(step.rows) or (inverse[1:] <= inverse[:-1]).any():
             (there,) = uploaded([inverse], logits.device)
             step.logits = logits[there]
-        if self._sampler is not None and not self._has_beams(batch):
+        if self._sampler is not None and not self._is_chosen_later(batch):
             step.choice = self._sampler.choose(
                 step.logits, self._turns(step), said, is_overwritten=size is not None
             )
 
-    def _has_beams(self, batch: Batch) -> bool:
-        """Whether some of those that are due a token choose it together."""
-        return any(sequence in self._beams for sequence in batch.due.tolist())
+    def _is_chosen_later(self, batch: Batch) -> bool:
+        """Whether what some of those that are due a token say is chosen when the step is read:
+        beams choose together, and what a grammar allows depends on the token before."""
+        if not (self._beams or self._structured):
+            return False
+        return any(s in self._beams or s in self._structured for s in batch.due.tolist())
 
     def _turns(self, step: BegunStep) -> list[Turn | None]:
         """By what each sequence that is due a token says one; None for one that has ended."""
@@ -448,6 +472,10 @@ class Engine:
         self._begun.popleft()
         self.scheduler.commit(token_ids)
         said_s = self.seconds()
+        completed: set[int] = set()
+        stuck: dict[Request, GrammarFailed] = {}
+        if self._structured:
+            completed, stuck = self._advance(members, token_ids[places].tolist())
         finished: list[int] = []
         for member, token_id, logprob in zip(
             members, token_ids[places].tolist(), logprobs, strict=True
@@ -458,7 +486,7 @@ class Engine:
             member.token_ids.append(token_id)
             if member.logprobs is not None and logprob is not None:
                 member.logprobs.append(logprob)
-            progress = member.output.append(token_id)
+            progress = member.output.append(token_id, is_last=member.sequence in completed)
             member.tell(progress, (token_id,), logprob)
             if progress.finish is not None:
                 finished.append(member.sequence)
@@ -467,7 +495,10 @@ class Engine:
             self._recorder.stepped(batch.lengths, batch.query_starts, start_s=start_s, end_s=end_s)
         if finished:
             self.scheduler.finish(finished)
+            self._structured.difference_update(finished)
             self._record([self._samples.pop(sequence) for sequence in finished])
+        for request_given_up, why in stuck.items():
+            self._give_up(request_given_up, why)
         for request, beam_step in searches:
             self._go_on(request, beam_step)
         if len(mistaken):
@@ -492,6 +523,33 @@ class Engine:
         token_ids, logprobs, mistaken = self._chosen(step, places, members)
         searches = self._search(step.batch.due.tolist(), step.logits)
         return token_ids, logprobs, searches, mistaken
+
+    @staticmethod
+    def _advance(
+        members: list[Sample], token_ids: list[int]
+    ) -> tuple[set[int], dict[Request, GrammarFailed]]:
+        """Note what those say that follow a grammar. Gives the sequences whose text is complete,
+        and the requests that cannot go on, each with the reason."""
+        completed, stuck = set(), {}
+        for member, token_id in zip(members, token_ids, strict=True):
+            if member.grammar is None:
+                continue
+            member.grammar.append(token_id)
+            if member.grammar.is_complete:
+                completed.add(member.sequence)
+            elif member.grammar.problem is not None:
+                stuck[member.request] = GrammarFailed(
+                    f"the answer cannot go on by its grammar: {member.grammar.problem}"
+                )
+        return completed, stuck
+
+    def _give_up(self, request: Request, why: GrammarFailed) -> None:
+        """End a request that cannot go on, unless it has ended with this very token."""
+        going_on = [s for s in request.samples if not s.is_finished]
+        if going_on:
+            request.failure = why
+            self.scheduler.cancel([s.sequence for s in going_on])
+            self._drop(going_on, Cut(self.scheduler.num_steps))
 
     def _correct(
         self, step: BegunStep, token_ids: NDArray[np.int64], mistaken: NDArray[np.int64]
@@ -542,6 +600,8 @@ class Engine:
             found = step.choice.conclude(wanted)
             return found.token_ids, tuple(found.logprobs[i] for i in places), found.mistaken
         own = step.logits if len(members) == len(token_ids) else step.logits[places]
+        if self._structured:
+            self._bar(own, members)
         states = [s.state for s in members]
         if self._sampler is None:
             sampled = sample(on_host(own).numpy(), states)
@@ -551,6 +611,19 @@ class Engine:
         concluded = choice.conclude(np.arange(len(states)))
         token_ids[places] = concluded.token_ids
         return token_ids, concluded.logprobs, none
+
+    @staticmethod
+    def _bar(logits: torch.Tensor, members: list[Sample]) -> None:
+        """Bar the tokens that the grammars of `members` do not allow, in their logits [m, v]."""
+        rows, allowed = [], []
+        for row, member in enumerate(members):
+            if (place := member.grammar) is not None:
+                params = member.request.params
+                bars_ends = params.ignore_eos or len(member.token_ids) < params.min_tokens
+                rows.append(row)
+                allowed.append(place.allowed_without_ends if bars_ends else place.allowed)
+        if rows:
+            bar_tokens(logits, rows, allowed)
 
     def _conclude_unwanted(self) -> None:
         """Have done with steps that compute for nobody any more, and so with their blocks."""
@@ -713,6 +786,7 @@ class Engine:
         """Nobody goes on with these samples: their sequences are gone."""
         for member in samples:
             del self._samples[member.sequence]
+            self._structured.discard(member.sequence)
             member.cut = cut
             member.tell(member.output.abort(), (), None)
         self._record(samples)

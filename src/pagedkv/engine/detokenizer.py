@@ -107,6 +107,11 @@ class TokenTexts:
         twice = self._decode([token_id, token_id])
         return (twice[len(alone) :] if twice.startswith(alone) else alone).encode()
 
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Tokens that are no text."""
+        return self._special
+
     def _token_of(self, token_id: int) -> str | None:
         try:
             return self._tokens[token_id]

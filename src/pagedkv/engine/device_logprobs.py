@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from pagedkv.engine.device import Read, uploaded
-from pagedkv.engine.logprobs import TokenLogprob
+from pagedkv.engine.logprobs import TokenLogprob, possible
 from pagedkv.engine.sampling_params import MAX_LOGPROBS
 
 
@@ -46,8 +46,8 @@ class DeviceLogprobs:
         n = self._num_top
         for (row, num_top), numbers in zip(self._wanted, self._read.numpy().tolist(), strict=True):
             logprob, rank, *top = numbers
-            likeliest = zip(map(int, top[n : n + num_top]), top[:num_top])
-            yield row, TokenLogprob(int(token_ids[row]), logprob, int(rank), tuple(likeliest))
+            likeliest = possible(list(map(int, top[n : n + num_top])), top[:num_top])
+            yield row, TokenLogprob(int(token_ids[row]), logprob, int(rank), likeliest)
 
 
 def _largest(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ from pagedkv.engine.chat import chat_token_ids
 from pagedkv.engine.core import RECORDED_AHEAD, Engine
 from pagedkv.engine.detokenizer import TokenTexts
 from pagedkv.engine.device import give_back_unused, parse_device
+from pagedkv.engine.grammars import Grammar, Grammars
 from pagedkv.engine.graphs import CUDACapture
 from pagedkv.engine.heap import keep_freed_memory
 from pagedkv.engine.loading import ModelSource, check_fits, load_model, load_tokenizer, moved
@@ -214,10 +215,12 @@ class LLM:
         other namespaces. `on_chunk` is told each chunk as it comes, with its prompt's place.
 
         Raises `InvalidInput` or `NeverFits` for a prompt that could not be served, and then
-        serves none. An interrupt, or an error, cancels all of them.
+        serves none; `GrammarFailed` where an answer cannot go on by its grammar. An interrupt, or
+        an error, cancels all of them.
         """
         listed = _listed(prompts)
         each = _params_for_each(listed, params, SamplingParams())
+        grammars = [self._grammar(one) for one in each]
         encoded = [self._encoded(prompt, f"prompt {i + 1}") for i, prompt in enumerate(listed)]
         told = None if on_chunk is None else _Told(on_chunk)
         requests: list[Request] = []
@@ -231,12 +234,16 @@ class LLM:
                         name=f"prompt {i + 1}",
                         namespace=namespace,
                         listener=None if told is None else told.listener(i),
+                        grammar=grammars[i],
                     )
                     requests.append(request)
             while not all(request.is_finished for request in requests):
                 self._driving.turn()
                 if told is not None and told.failure is not None:
                     raise told.failure
+                for request in requests:
+                    if request.failure is not None:
+                        raise request.failure
         finally:
             self._cancel(requests)
         return [request.generation() for request in requests]
@@ -301,7 +308,11 @@ class LLM:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody listens
                 loop.call_soon_threadsafe(arrived.put_nowait, news)
 
-        order = Order(ids, params or SamplingParams(), text, namespace, tell)
+        wanted = params or SamplingParams()
+        grammar = None
+        if wanted.structured is not None:
+            grammar = await asyncio.to_thread(self._grammar, wanted)
+        order = Order(ids, wanted, text, namespace, tell, grammar=grammar)
         self._driving.submit(order)
         going_on = order.params.n
         try:
@@ -331,9 +342,15 @@ class LLM:
         why it was refused. If its step fails, its chunks end with an abort each, and the reason
         follows them.
 
-        Raises `InvalidInput` when this object is closed.
+        What `params.structured` says is compiled here and now, unless `grammars` has it.
+
+        Raises `InvalidInput` when this object is closed, and for a structure that cannot be
+        followed.
         """
-        order = Order(list(prompt_ids), params, None, namespace, tell, hears_request=True)
+        grammar = self._grammar(params)
+        order = Order(
+            list(prompt_ids), params, None, namespace, tell, hears_request=True, grammar=grammar
+        )
         self._driving.submit(order)
         return order
 
@@ -351,6 +368,11 @@ class LLM:
     def between_steps(self) -> contextlib.AbstractContextManager[Engine]:
         """The engine, for as long as the context lasts between two steps: look, and be quick."""
         return self._driving.engine()
+
+    @property
+    def grammars(self) -> Grammars:
+        """What compiles structured outputs, for any thread."""
+        return self._engine.grammars
 
     @property
     def num_waiting(self) -> int:
@@ -397,6 +419,10 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        """What the answer must follow, compiled in the thread that asks for it."""
+        return None if params.structured is None else self.grammars.compiled(params.structured)
+
     def _encoded(self, prompt: Prompt, name: str) -> tuple[str | None, list[int]]:
         """The text and the token ids of a prompt."""
         if isinstance(prompt, str):
@@ -424,6 +450,7 @@ class Order:
         tell: Callable[[Any], None],
         *,
         hears_request: bool = False,
+        grammar: Grammar | None = None,
     ) -> None:
         self.ids = ids
         self.params = params
@@ -431,6 +458,7 @@ class Order:
         self.namespace = namespace
         self.tell = tell
         self.hears_request = hears_request
+        self.grammar = grammar
         self.came_s: float | None = None
         """When it was submitted, in seconds of the engine."""
         self.request: Request | None = None
@@ -581,6 +609,7 @@ class _Driving:
                     namespace=order.namespace,
                     listener=order.tell,
                     came_s=order.came_s,
+                    grammar=order.grammar,
                 )
             except Exception as refusal:
                 order.tell(refusal)
@@ -609,6 +638,9 @@ class _Driving:
             for order in ended:
                 order.tell(failure)
             raise
+        for order in running:
+            if order.request is not None and order.request.failure is not None:
+                order.tell(order.request.failure)
 
 
 def _loaded(

@@ -1,11 +1,13 @@
 """Log probabilities of tokens under the model's own distribution.
 
 They are those of the logits as the model gave them, before temperature, penalties and filters,
-as in vLLM: what a sampling parameter changes is not the model's opinion.
+as in vLLM: what a sampling parameter changes is not the model's opinion. Tokens that a structured
+output does not allow are out of it, as in vLLM too: the others share the whole probability.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -126,6 +128,11 @@ def _token_logprobs(
         num_top,
     )
     return [
-        TokenLogprob(token_id, logprob, rank, top=tuple(zip(likeliest[:k], their_logprobs[:k])))
+        TokenLogprob(token_id, logprob, rank, top=possible(likeliest[:k], their_logprobs[:k]))
         for token_id, logprob, rank, likeliest, their_logprobs, k in columns
     ]
+
+
+def possible(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[tuple[int, float], ...]:
+    """Those that can be at all: where little is allowed there are fewer than were asked for."""
+    return tuple(pair for pair in zip(token_ids, logprobs) if pair[1] > -math.inf)

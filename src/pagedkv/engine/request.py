@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from pagedkv.engine.grammars import GrammarPlace
 from pagedkv.engine.logprobs import TokenLogprob
 from pagedkv.engine.outputs import Chunk, Completion, Generation
 from pagedkv.engine.recording import Arrival, Cut
 from pagedkv.engine.sampling import SamplerState
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.stopping import Finish, OutputText, Progress
+from pagedkv.errors import InvalidInput
 
 Listener = Callable[[Chunk], None]
 """Is told each chunk of a request, in the thread that runs the step; must not block or raise."""
@@ -39,6 +41,8 @@ class Request:
         """When that was, by the engine's clock."""
         self.num_preemptions = 0
         """How often one of its samples gave way."""
+        self.failure: InvalidInput | None = None
+        """Why it was given up although nobody cancelled it and no step failed."""
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
@@ -66,6 +70,7 @@ class Sample:
     __slots__ = (
         "cut",
         "first_token_s",
+        "grammar",
         "index",
         "logprobs",
         "output",
@@ -76,13 +81,21 @@ class Sample:
     )
 
     def __init__(
-        self, request: Request, index: int, sequence: int, state: SamplerState, output: OutputText
+        self,
+        request: Request,
+        index: int,
+        sequence: int,
+        state: SamplerState,
+        output: OutputText,
+        grammar: GrammarPlace | None = None,
     ) -> None:
         self.request = request
         self.index = index
         self.sequence = sequence
         self.state = state
         self.output = output
+        self.grammar = grammar
+        """Where in its grammar it is; None where any text will do."""
         self.cut: Cut | None = None
         self.first_token_s: float | None = None
         """When it got its first token, in seconds since the engine began."""

@@ -66,8 +66,8 @@ class SamplerState:
 
     `seed` and `sample` (0 for the first of `n` samples of a prompt) name the stream of random
     numbers. `end_ids` are barred until `min_tokens`: the model's end-of-sequence tokens; the
-    parameters' `stop_token_ids` are added. The state is small, and goes with its sequence through
-    preemptions: it is never computed again.
+    parameters' `stop_token_ids` are added. With None nothing is barred. The state is small, and
+    goes with its sequence through preemptions: it is never computed again.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SamplerState:
         *,
         seed: int,
         sample: int = 0,
-        end_ids: Collection[int] = (),
+        end_ids: Collection[int] | None = (),
     ) -> None:
         self.params = params
         self.seed = seed
@@ -87,7 +87,7 @@ class SamplerState:
         if params.has_penalties:
             self.counts = TokenCounts(prompt_ids if params.repetition_penalty != 1 else ())
         self.end_ids: tuple[int, ...] = ()
-        if params.min_tokens:
+        if params.min_tokens and end_ids is not None:
             self.end_ids = tuple(sorted({*end_ids, *params.stop_token_ids}))
 
     def append(self, token_id: int) -> None:
@@ -341,6 +341,7 @@ def draw_value(
     nth = place - (values > value[:, None]).sum(1)
     # Where the k-th largest equals the last one here, more that equal it may lie beyond.
     settled = ~keep[:, -1] & ~(has_top_k & (kth[:, 0] <= last))
+    settled |= np.isneginf(last)  # nothing beyond can be drawn
     return value, nth, settled | (width == vocabulary)
 
 

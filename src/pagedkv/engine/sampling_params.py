@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pagedkv.engine.structured_output import StructuredOutput
 from pagedkv.errors import InvalidInput
 
 MAX_LOGPROBS = 20
@@ -72,6 +73,8 @@ class SamplingParams:
     """Log probability of each token, and of this many likeliest, 0 to 20; None: not at all."""
     prompt_logprobs: int | None = None
     """The same of the prompt's tokens, which are then computed even where they are cached."""
+    structured: StructuredOutput | None = None
+    """What the text must be; needs the extra `structured`."""
 
     def __post_init__(self) -> None:
         for name in ("n", "min_tokens", "top_k"):
@@ -91,6 +94,10 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}: give True or False")
+        if not isinstance(self.structured, StructuredOutput | None):
+            raise InvalidInput(
+                f"structured is {type(self.structured).__name__}: give a StructuredOutput"
+            )
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.logit_bias is not None:

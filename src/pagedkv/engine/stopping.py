@@ -17,7 +17,8 @@ class Finish:
     """Why a sequence ended."""
 
     reason: FinishReason
-    """"stop": the model's end token, or one of the request's stop tokens or strings. "length":
+    """"stop": the model's end token, one of the request's stop tokens or strings, or a structured
+    output that is complete. "length":
     `max_tokens` or the model's length. "abort": somebody cancelled it."""
     stop: int | str | None = None
     """The stop token or the stop string of the request that ended it; None for anything else."""
@@ -77,8 +78,11 @@ class OutputText:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
-    def append(self, token_id: int) -> Progress:
-        """Note the next token, and say what can be shown and whether the sequence ends with it."""
+    def append(self, token_id: int, *, is_last: bool = False) -> Progress:
+        """Note the next token, and say what can be shown and whether the sequence ends with it.
+
+        `is_last`: it does, since nothing can follow.
+        """
         self.num_tokens += 1
         may_stop = self.num_tokens > self._min_tokens
         finish = None
@@ -86,12 +90,13 @@ class OutputText:
             finish = Finish("stop", token_id)
         elif may_stop and token_id in self._eos:
             finish = Finish("stop")
-        elif self.num_tokens >= self._limit:
-            finish = Finish("length")
-
         piece = ""
-        if finish is None or finish.reason == "length" or self._keeps_stop:
+        if finish is None or self._keeps_stop:
             piece = self._detokenizer.append(token_id)
+        if finish is None and is_last:
+            finish = Finish("stop")
+        elif finish is None and self.num_tokens >= self._limit:
+            finish = Finish("length")
         if finish is not None:
             piece += self._detokenizer.flush()
         return self._give(piece, may_stop=may_stop, finish=finish)

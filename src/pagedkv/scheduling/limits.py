@@ -38,14 +38,14 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
-            raise InvalidInput(f"max-num-seqs is {self.max_num_seqs}: give at least 1")
+            raise InvalidInput(f"max_num_seqs is {self.max_num_seqs}: give at least 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidInput(
-                f"max-num-batched-tokens is {self.max_num_batched_tokens}: give at least "
-                f"max-num-seqs, {self.max_num_seqs}, so that no running sequence waits for a token"
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}: give at least "
+                f"max_num_seqs, {self.max_num_seqs}, so that no running sequence waits for a token"
             )
         if not 0 <= self.watermark < 1:
-            raise InvalidInput(f"watermark is {self.watermark}: give 0 to below 1")
+            raise InvalidInput(f"watermark is {self.watermark:g}: give from 0 to below 1")
 
     def limits(self, *, num_blocks: int, block_size: int) -> Limits:
         """These limits for a memory of `num_blocks` blocks."""

@@ -10,7 +10,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,6 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 _LOG = logging.getLogger("pagedkv.server")
 
 HEADER = b"x-request-id"
+
+UNKNOWN = "-"
 
 LEFT = 499
 """Where a client left before its answer was whole: nginx's number."""
@@ -37,13 +39,10 @@ class Outcome:
 
 
 class RequestNote:
-    """What is known of one request; `request.state.note` of its endpoint.
+    """What is known of one request with these headers; `request.state.note` of its endpoint."""
 
-    `sent_id` is what its client calls it.
-    """
-
-    def __init__(self, sent_id: str | None) -> None:
-        self._sent_id = sent_id
+    def __init__(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        self._sent_id = _sent_id(headers)
         self._answer_id: str | None = None
         self.outcome: Callable[[], Outcome] | None = None
         """Tells what has come of it, when it is over; None where no answer was begun."""
@@ -60,33 +59,82 @@ class RequestNote:
         return self._sent_id or self._answer_id
 
 
+class AccessLog:
+    """Writes a line for each request that is over.
+
+    `write` is given each line. Of paths only those of the server, `paths`, are told.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[str], object],
+        *,
+        paths: Container[str],
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._write: Callable[[str], object] | None = write
+        self._paths = paths
+        self._wall_clock = wall_clock
+
+    def tell(
+        self,
+        note: RequestNote,
+        *,
+        method: str,
+        path: str,
+        route: str = UNKNOWN,
+        status: int | None,
+        duration_s: float,
+    ) -> None:
+        """Write a line. `route` is told for a path that has a name in it, or something else.
+
+        Where none can be written any more that is said, and it goes on without.
+        """
+        if self._write is None:
+            return
+        outcome = note.outcome() if note.outcome is not None else None
+        now = datetime.datetime.fromtimestamp(self._wall_clock(), datetime.UTC)
+        fields = {
+            "time": now.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "id": note.id,
+            "method": method,
+            "path": path if path in self._paths else route,
+            "status": LEFT if outcome is not None and outcome.has_left else status or UNKNOWN,
+        }
+        if outcome is not None:
+            fields["tokens_in"] = outcome.prompt_tokens
+            fields["tokens_out"] = outcome.output_tokens
+        fields["duration_s"] = f"{duration_s:.3f}"
+        try:
+            self._write(" ".join(f"{name}={value}" for name, value in fields.items()))
+        except OSError as problem:
+            self._write = None
+            _LOG.error("the access log ends here, it cannot be written: %s", problem)
+
+
 class Noted:
     """An application around another one, whose answers all bear the id of their request.
 
-    `write` is given a line when one is over; None: no lines. `paths` are those of the server.
+    `log` has a line of each when it is over.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         *,
-        write: Callable[[str], object] | None,
-        paths: Container[str],
+        log: AccessLog | None,
         clock: Callable[[], float] = time.perf_counter,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._app = app
-        self._write = write
-        self._paths = paths
+        self._log = log
         self._clock = clock
-        self._wall_clock = wall_clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        note = RequestNote(_sent_id(scope))
+        note = RequestNote(scope["headers"])
         scope.setdefault("state", {})["note"] = note
         begun_s = self._clock()
         status: int | None = None
@@ -102,41 +150,20 @@ class Noted:
         try:
             await self._app(scope, receive, send_named)
         finally:
-            if self._write is not None:
-                self._tell(self._line(scope, note, status, self._clock() - begun_s))
-
-    def _line(self, scope: Scope, note: RequestNote, status: int | None, duration_s: float) -> str:
-        outcome = note.outcome() if note.outcome is not None else None
-        path = scope["path"]
-        if path not in self._paths:
-            path = getattr(scope.get("route"), "path", "-")
-        now = datetime.datetime.fromtimestamp(self._wall_clock(), datetime.UTC)
-        fields = {
-            "time": now.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-            "id": note.id,
-            "method": scope["method"],
-            "path": path,
-            "status": LEFT if outcome is not None and outcome.has_left else status or "-",
-        }
-        if outcome is not None:
-            fields["tokens_in"] = outcome.prompt_tokens
-            fields["tokens_out"] = outcome.output_tokens
-        fields["duration_s"] = f"{duration_s:.3f}"
-        return " ".join(f"{name}={value}" for name, value in fields.items())
-
-    def _tell(self, line: str) -> None:
-        """Write a line. Where none can be written any more that is said, and it goes on without."""
-        assert self._write is not None
-        try:
-            self._write(line)
-        except OSError as problem:
-            self._write = None
-            _LOG.error("the access log ends here, it cannot be written: %s", problem)
+            if self._log is not None:
+                self._log.tell(
+                    note,
+                    method=scope["method"],
+                    path=scope["path"],
+                    route=getattr(scope.get("route"), "path", UNKNOWN),
+                    status=status,
+                    duration_s=self._clock() - begun_s,
+                )
 
 
-def _sent_id(scope: Scope) -> str | None:
+def _sent_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     """What the client calls its request, if it is well-formed."""
-    for name, value in scope["headers"]:
+    for name, value in headers:
         if name == HEADER:
             return value.decode() if _WELL_FORMED.fullmatch(value) else None
     return None

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from pagedkv._version import __version__
 from pagedkv.engine.detokenizer import TokenTexts
 from pagedkv.server.body_errors import from_unread, from_validation
-from pagedkv.server.chat_schema import ChatRequest, Message, ResponseFormat, TextPart
+from pagedkv.server.chat_schema import ChatRequest, Message, TextPart
 from pagedkv.server.completion_schema import CompletionRequest
 from pagedkv.server.errors import ApiError, answer_api_error
 from pagedkv.server.exchange import ClientLeft
@@ -21,6 +21,7 @@ from pagedkv.server.openapi import describe_errors
 from pagedkv.server.prompts import PromptReader
 from pagedkv.server.sampling_schema import StreamOptions
 from pagedkv.server.serving import Serving
+from pagedkv.server.structured_schema import JSONSchemaFormat, ResponseFormat, StructuredOutputs
 from pagedkv.server.tokenize_schema import DetokenizeRequest, TokenizeRequest
 from pagedkv.server.tokenizing import add_tokenizing
 
@@ -28,7 +29,8 @@ from pagedkv.server.tokenizing import add_tokenizing
 def create_app(serving: Serving) -> FastAPI:
     """The application of a server that answers with `serving`; `app.state.serving` is it.
 
-    `app.state.reader` makes token ids of its prompts, and is to be closed.
+    `app.state.reader` makes token ids of its prompts, and is to be closed; `app.state.watch` is
+    that of the memory page, and is to keep its history.
     """
     app = FastAPI(title="pagedkv", version=__version__, docs_url=None, redoc_url=None)
     app.state.serving = serving
@@ -48,18 +50,19 @@ def create_app(serving: Serving) -> FastAPI:
     add_generation(app, serving, reader, names)
     add_tokenizing(app, serving, reader)
     add_looks(app, serving)
-    add_memory_page(app, serving)
+    app.state.watch = add_memory_page(app, serving)
     describe_errors(app)
     return app
 
 
 _FIELDS = frozenset(
-    name
+    field.alias or name
     for model in (
         *(ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
-        *(Message, TextPart, ResponseFormat, StreamOptions),
+        *(Message, TextPart, StreamOptions),
+        *(ResponseFormat, JSONSchemaFormat, StructuredOutputs),
     )
-    for name in model.model_fields
+    for name, field in model.model_fields.items()
 )
 
 

@@ -78,14 +78,6 @@ class Message(BaseModel):
         return self.content or ""
 
 
-class ResponseFormat(BaseModel):
-    """Which form the answer has: text."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    type: str
-
-
 class ChatRequest(SamplingFields):
     """The body of `/v1/chat/completions`."""
 
@@ -113,7 +105,6 @@ class ChatRequest(SamplingFields):
     functions: list[Any] | None = None
     modalities: list[str] | None = None
     reasoning_effort: str | None = None
-    response_format: ResponseFormat | None = None
     tool_choice: Any = None
     tools: list[Any] | None = None
     verbosity: str | None = None
@@ -131,13 +122,6 @@ class ChatRequest(SamplingFields):
                     param=name,
                     code="unsupported_parameter",
                 )
-        if self.response_format is not None and self.response_format.type != "text":
-            raise ApiError(
-                400,
-                f"response_format {self.response_format.type!r} is not supported: text alone is",
-                param="response_format",
-                code="unsupported_parameter",
-            )
         for place, message in enumerate(self.messages):
             message.check(place)
         if (

@@ -21,7 +21,7 @@ from pagedkv.server.completions import (
     completion_heading,
     completion_prompts,
 )
-from pagedkv.server.errors import from_invalid_input, json_response
+from pagedkv.server.errors import ApiError, from_invalid_input, json_response
 from pagedkv.server.event_stream import EventStream, watched
 from pagedkv.server.exchange import ClientLeft, Exchange
 from pagedkv.server.logprob_shapes import TokenNames
@@ -42,7 +42,9 @@ def add_generation(
         heading = chat_heading(body, serving.model_name)
         _name(request, heading)
         ask = chat_ask(body, serving.limits.max_answers)
-        prompt = await chat_prompt(body, reader, request.receive)
+        with serving.arriving(arrived_s, num_prompts=1, num_samples=ask.params.n):
+            prompt = await chat_prompt(body, reader, request.receive)
+        await _compile(serving, reader, ask, body, request)
         exchange = _begun(serving, [prompt], ask, body, request, arrived_s)
         if not body.stream:
             async with watched(request.receive, exchange):
@@ -60,7 +62,10 @@ def add_generation(
         heading = completion_heading(serving.model_name)
         _name(request, heading)
         ask = completion_ask(body, serving.limits.max_answers)
-        prompts, texts = await completion_prompts(body, reader, request.receive)
+        num_prompts = len(body.prompts)
+        with serving.arriving(arrived_s, num_prompts=num_prompts, num_samples=ask.params.n):
+            prompts, texts = await completion_prompts(body, reader, request.receive)
+        await _compile(serving, reader, ask, body, request)
         exchange = _begun(serving, prompts, ask, body, request, arrived_s)
         if not body.stream:
             async with watched(request.receive, exchange):
@@ -69,6 +74,21 @@ def add_generation(
         await _accepted(exchange, request, body)
         events = completion_events(body, exchange, texts, ask, heading, names)
         return EventStream(events, exchange)
+
+
+async def _compile(
+    serving: Serving, reader: PromptReader, ask: Ask, body: SamplingFields, request: Request
+) -> None:
+    """Have the grammar compiled that an answer is to follow: not by whoever asks the engine then,
+    which is the event loop. Raises `ApiError`, `ClientLeft`."""
+    structured, grammars = ask.params.structured, serving.llm.grammars
+    if structured is None or grammars.has(structured):
+        return
+    try:
+        await reader.aside(lambda: grammars.compiled(structured), request.receive)
+    except InvalidInput as problem:
+        field = body.structured_field
+        raise ApiError(400, f"{field}: {problem}", param=field) from None
 
 
 def _begun(

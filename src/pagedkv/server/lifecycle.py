@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -12,13 +13,14 @@ from types import FrameType
 import uvicorn
 
 from pagedkv.errors import InvalidInput
-from pagedkv.server.access_log import Noted
+from pagedkv.server.access_log import AccessLog, Noted
 from pagedkv.server.app import create_app
 from pagedkv.server.connections import bounded_protocol
 from pagedkv.server.cross_origin import open_to
 from pagedkv.server.errors import BrokenOff
 from pagedkv.server.guard import Guard
 from pagedkv.server.log_once import log_once
+from pagedkv.server.memory_page.watch import MemoryWatch
 from pagedkv.server.prompts import PromptReader
 from pagedkv.server.serving import Serving
 
@@ -34,7 +36,7 @@ def listen(host: str, port: int) -> socket.socket:
         )
         made = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as problem:
-        raise InvalidInput(f"host {host}: {_why(problem)}") from None
+        raise InvalidInput(f"host is {host!r}: {_why(problem)}") from None
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
@@ -66,20 +68,22 @@ class Server(uvicorn.Server):
     ) -> None:
         app = create_app(serving)
         self._reader: PromptReader = app.state.reader
+        self._watch: MemoryWatch = app.state.watch
         self._guard = Guard(
             app, keys=api_keys, limits=serving.limits, on_refusal=serving.count_refusal
         )
+        log = None
+        if access_log is not None:
+            paths = frozenset(getattr(route, "path", "") for route in app.routes)
+            log = AccessLog(access_log, paths=paths)
         # Within the first the refusals of the others bear an id, within the second pages can read
         # those of the guard.
-        noted = Noted(
-            open_to(self._guard, allow_origins),
-            write=access_log,
-            paths=frozenset(getattr(route, "path", "") for route in app.routes),
-        )
+        noted = Noted(open_to(self._guard, allow_origins), log=log)
         super().__init__(
             uvicorn.Config(
                 noted,
-                http=bounded_protocol(serving.limits),
+                http=bounded_protocol(serving.limits, log=log, on_refusal=serving.count_refusal),
+                timeout_keep_alive=math.ceil(serving.limits.idle_s),
                 ws="none",
                 log_config=None,
                 log_level=logging.WARNING,
@@ -104,6 +108,7 @@ class Server(uvicorn.Server):
         tasks = [
             asyncio.create_task(self._serving.verify_when_idle(IDLE_S)),
             asyncio.create_task(self._serving.remind_silent_streams()),
+            asyncio.create_task(self._watch.keep_history()),
         ]
         try:
             await super().serve([self._listener])
@@ -126,12 +131,14 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal came: the first drains, the second ends."""
-        if self._loop is not None and not self._serving.is_draining:
+        if self._loop is None:
+            self.should_exit = True
+        elif not self._serving.is_draining:
             self._loop.call_soon_threadsafe(self.drain)
-        elif sig == signal.SIGINT:
-            self.should_exit = self.force_exit = True
         else:
             self.should_exit = True
+            self.force_exit = sig == signal.SIGINT
+            self._loop.call_soon_threadsafe(self._end)
 
     def drain(self) -> None:
         """Let nobody in any more, and end when all have gone, or after the time for it."""
@@ -142,6 +149,10 @@ class Server(uvicorn.Server):
         deadline = asyncio.get_running_loop().time() + self._drain_s
         while self._is_busy and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
+        self._end()
+
+    def _end(self) -> None:
+        """Tell whoever waits that it ends now."""
         self._reader.close()
         self._serving.break_off_all(BrokenOff.shutting_down())
         self.should_exit = True

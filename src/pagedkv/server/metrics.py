@@ -36,7 +36,8 @@ FINISHES = ("stop", "length", "abort", "error")
 REFUSALS = (
     *("invalid", "context_length_exceeded", "unsupported_parameter", "body_too_large"),
     *("body_timeout", "invalid_api_key", "not_found", "model_not_found", "queue_full"),
-    *("too_many_streams", "too_many_watchers", "overloaded", "shutting_down", "broken_law"),
+    *("too_many_streams", "too_many_watchers", "too_many_connections", "head_too_large"),
+    *("overloaded", "shutting_down", "broken_law"),
 )
 """What `ApiError.reason` may be, of all that is not the server's own failure."""
 

@@ -144,6 +144,13 @@ class PromptReader:
         except (OverflowError, TypeError, ValueError, IndexError):
             raise ApiError(400, f"{param} has token ids that cannot be", param=param) from None
 
+    async def aside(self, work: Callable[[], Found], receive: Receive) -> Found:
+        """What `work` finds that has to do with the tokenizer and takes long, in its thread.
+
+        Raises what it raises, and `ApiError`, `ClientLeft`.
+        """
+        return await self._run(_SHORT + 1, lambda _: work(), receive)
+
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """The tokens as the vocabulary writes them."""
         return [str(token) for token in self._tokenizer.convert_ids_to_tokens(list(ids))]

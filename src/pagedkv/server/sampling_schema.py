@@ -18,6 +18,7 @@ from pagedkv.server.limits import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from pagedkv.server.structured_schema import StructuredFields
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
@@ -37,10 +38,8 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: Literal[False] | None = None
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(StructuredFields):
     """How tokens are chosen, by the names of OpenAI and, below, of vLLM."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     n: Annotated[int | None, _told(minimum=1)] = None
@@ -71,7 +70,7 @@ class SamplingFields(BaseModel):
     def sampling_params(self, **others: Any) -> SamplingParams:
         """The engine's parameters; fields that are absent or null have its defaults.
 
-        Raises `InvalidInput`, one line that begins with the name of the field.
+        Raises `InvalidInput`, one line that begins with the name of the field, or `ApiError`.
         """
         names = (
             *("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias"),
@@ -82,7 +81,7 @@ class SamplingFields(BaseModel):
         if given["seed"] is not None:
             given["seed"] %= 1 << 64  # OpenAI's seeds may be negative
         kept = {name: value for name, value in given.items() if value is not None}
-        return SamplingParams(**kept, **others)
+        return SamplingParams(**kept, structured=self.structured, **others)
 
     @property
     def namespace(self) -> dict[str, str] | None:

@@ -109,6 +109,20 @@ class Serving:
         finally:
             self.num_reading -= 1
 
+    @contextlib.contextmanager
+    def arriving(self, arrived_s: float, *, num_prompts: int, num_samples: int) -> Iterator[None]:
+        """Within, prompts of a request become token ids; a client that leaves now is counted too.
+
+        `num_samples` answers are asked for to each.
+        """
+        try:
+            yield
+        except ClientLeft:
+            requests = self._metrics.requests
+            requests.finished.labels("abort").inc(num_prompts * num_samples)
+            AnswerTimes(requests, arrived_s).give_up([None] * num_prompts, time.perf_counter())
+            raise
+
     def check_open(self) -> None:
         """Raise `ApiError` 503 where nobody may come in."""
         if self.broken_law is not None:

@@ -5,7 +5,6 @@ The same result gives the same bytes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from html import escape
 
@@ -46,7 +45,6 @@ from pagedkv.simulate.report_page import (
     chart,
     definitions_section,
     line_sample,
-    page_bytes,
     page_html,
     prose,
     section,
@@ -60,17 +58,8 @@ from pagedkv.simulate.results import (
     SimulationResult,
     count_within_bar,
 )
-from pagedkv.simulate.whole_file import write_whole
 
 REFUSED_SHOWN = 20
-
-
-def write_report(result: SimulationResult, path: str | os.PathLike[str]) -> None:
-    """Write the report to `path`, whole or not at all.
-
-    Raises `InvalidInput` where the path cannot be written.
-    """
-    write_whole(path, page_bytes(report_html(result)))
 
 
 def report_html(result: SimulationResult) -> str:

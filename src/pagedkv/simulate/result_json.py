@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -25,7 +24,6 @@ from pagedkv.simulate.results import (
     Timeline,
     WhatIfResult,
 )
-from pagedkv.simulate.whole_file import write_whole
 
 FORMAT = "pagedkv-simulation"
 VERSION = 1
@@ -95,14 +93,6 @@ KEYS: dict[str, str] = {
     "comparison[].within_bar": "Whether it holds.",
 }
 """path -> meaning; `[]` stands for the items of a list, `*` for names that vary."""
-
-
-def write_json(result: SimulationResult, path: str | os.PathLike[str]) -> None:
-    """Write the result to `path` as UTF-8 JSON, whole or not at all.
-
-    Raises `InvalidInput` where the path cannot be written.
-    """
-    write_whole(path, json_bytes(as_json(result)))
 
 
 def json_bytes(content: Mapping[str, Any]) -> bytes:

@@ -90,7 +90,7 @@ class SimulationConfig:
                 raise InvalidInput(f"{name.replace('_', '-')} is {value}: give at least 1")
         if self.num_samples > self.scheduler.max_num_seqs:
             raise InvalidInput(
-                f"{self.num_samples} samples of a prompt run at once, but max-num-seqs is "
+                f"{self.num_samples} samples of a prompt run at once, but max_num_seqs is "
                 f"{self.scheduler.max_num_seqs}: raise it or ask for fewer samples"
             )
         if not self.horizon_s > 0:
@@ -367,7 +367,7 @@ def _why_refused(
         )
     if num_answers > config.scheduler.max_num_seqs:
         return (
-            f"{_name(trace, row)} has {num_answers} answers, which run at once, and max-num-seqs "
+            f"{_name(trace, row)} has {num_answers} answers, which run at once, and max_num_seqs "
             f"is {config.scheduler.max_num_seqs}"
         )
     return _too_long(trace, row, _longest(trace, config))

@@ -5,7 +5,6 @@ The same result gives the same bytes.
 
 from __future__ import annotations
 
-import os
 from html import escape
 from typing import Any
 
@@ -17,7 +16,6 @@ from pagedkv.simulate.report_page import (
     chart,
     definitions_section,
     line_sample,
-    page_bytes,
     page_html,
     prose,
     section,
@@ -38,20 +36,11 @@ from pagedkv.simulate.what_if import (
     shows_blocks,
     unit_of,
 )
-from pagedkv.simulate.whole_file import write_whole
 
 MOST_LINES = 6
 """Lines that a chart has at most; more than these nobody can tell apart."""
 
 REFUSED_SHOWN = 3
-
-
-def write_what_if_report(result: WhatIfResult, path: str | os.PathLike[str]) -> None:
-    """Write the page to `path`, whole or not at all.
-
-    Raises `InvalidInput` where the path cannot be written.
-    """
-    write_whole(path, page_bytes(what_if_html(result)))
 
 
 def what_if_html(result: WhatIfResult) -> str:

@@ -13,14 +13,6 @@ from pathlib import Path
 from pagedkv.errors import InvalidInput
 
 
-def write_whole(path: str | os.PathLike[str], content: bytes) -> None:
-    """Put `content` at `path`, so that at any moment either the old or the new file is there.
-
-    Raises `InvalidInput` where the path cannot be written; `write_together` says how it is done.
-    """
-    write_together({path: content})
-
-
 def write_together(contents: Mapping[str | os.PathLike[str], bytes]) -> None:
     """Put each content at its path: all of the files are new in the end, or all as they were.
 

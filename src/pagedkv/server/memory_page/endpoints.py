@@ -52,8 +52,11 @@ OPEN_PATHS = frozenset(FILES)
 The page asks for the key, keeps it while it is open, and shows it when it asks for the stream."""
 
 
-def add_memory_page(app: FastAPI, serving: Serving) -> None:
-    """`/memory`, and `/memory/stream`, which tells it what the memory is doing."""
+def add_memory_page(app: FastAPI, serving: Serving) -> MemoryWatch:
+    """`/memory`, and `/memory/stream`, which tells it what the memory is doing.
+
+    What is returned tells it, and is to keep its history.
+    """
     watch = MemoryWatch(serving)
 
     for path, (content, media_type) in FILES.items():
@@ -65,6 +68,8 @@ def add_memory_page(app: FastAPI, serving: Serving) -> None:
     async def stream() -> Response:
         watch.check_open()
         return _MemoryStream(watch.messages())
+
+    return watch
 
 
 def _file(content: bytes, media_type: str) -> Callable[[], Awaitable[Response]]:

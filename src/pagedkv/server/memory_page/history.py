@@ -1,75 +1,78 @@
-"""The last minutes of what the page draws over time, also while nobody watches."""
+"""The last minutes of what the page draws over time, for whoever begins to watch later.
+
+Kept whether anybody watches or not: once a second a few counters are read that are there anyway.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from pagedkv.engine.statistics import EngineStatistics
-
 SAMPLE_FIELDS = (
-    "s",
+    "age_s",
     "tokens_per_s",
     "hit_rate",
     "used_share",
     "cached_share",
     "fill",
 )
-"""Of a sample: when, in seconds; output tokens a second since the sample
-before; of the tokens admitted since then the share that was cached (-1: none were admitted); of
-all blocks the share that is used and the share that is cached; of the slots in used blocks the
-share that holds a token (-1: no block is used)."""
+"""Of a sample: how long ago it was taken; output tokens a second since the sample before; of the
+tokens admitted since then the share that was cached (-1: none were admitted); of all blocks the
+share that is used and the share that is cached; of the slots in used blocks the share that holds a
+token (-1: no block is used)."""
 
 MINUTES = 5
+INTERVAL_S = 1.0
 
 
 class History:
-    """One sample a second while there are steps or looks, for `MINUTES` minutes."""
+    """One sample a second, for `MINUTES` minutes.
+
+    Samples are noted between two steps of the engine, and may be read by another thread meanwhile.
+    """
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, ...]] = deque(maxlen=60 * MINUTES)
+        self._samples: tuple[tuple[float, ...], ...] = ()  # replaced, since it is read meanwhile
         self._last: tuple[float, int, int, int] | None = None
-        self.num_samples = 0
-        """Samples made so far, those that are kept no more too."""
+        self.due_s = -math.inf
+        """When the next sample is due, by the clock of `note`."""
 
-    def is_due(self, now_s: float) -> bool:
-        """Whether the last sample is a second old. All times are on one clock."""
-        return self._last is None or now_s - self._last[0] >= 1.0
-
-    def note(self, now_s: float, statistics: EngineStatistics) -> None:
-        """Make a sample of what is so now, where one is due. The first time is for comparison."""
-        memory, tokens = statistics.memory, statistics.output_tokens
-        if not self.is_due(now_s):
-            return
-        last, self._last = self._last, (now_s, tokens, memory.query_tokens, memory.hit_tokens)
-        if last is None:
-            return
-        last_s, last_tokens, last_queries, last_hits = last
-        asked = memory.query_tokens - last_queries
-        slots = memory.used_blocks * memory.block_size
-        self._samples.append(
-            (
+    def note(self, now_s: float, counters: Mapping[str, int]) -> None:
+        """Make a sample of the counters of now. The first are only what the next are told from."""
+        tokens, queries, hits = (
+            counters["output_tokens"],
+            counters["query_tokens"],
+            counters["hit_tokens"],
+        )
+        if self._last is not None:
+            last_s, last_tokens, last_queries, last_hits = self._last
+            asked = queries - last_queries
+            slots = counters["used_blocks"] * counters["block_size"]
+            sample = (
                 now_s,
                 (tokens - last_tokens) / (now_s - last_s),
-                (memory.hit_tokens - last_hits) / asked if asked else -1.0,
-                memory.used_blocks / memory.num_blocks,
-                memory.cached_blocks / memory.num_blocks,
-                memory.held_tokens / slots if slots else -1.0,
+                (hits - last_hits) / asked if asked else -1.0,
+                counters["used_blocks"] / counters["num_blocks"],
+                counters["cached_blocks"] / counters["num_blocks"],
+                counters["held_tokens"] / slots if slots else -1.0,
             )
-        )
-        self.num_samples += 1
+            self._samples = (*self._samples[1 - 60 * MINUTES :], sample)
+        self._last = (now_s, tokens, queries, hits)
+        self.due_s = now_s + INTERVAL_S
 
-    def since(self, num_samples: int, began_s: float) -> NDArray[np.float32]:
-        """The samples that came after so many, float32 [n, 6], see `SAMPLE_FIELDS`.
+    def samples(self, now_s: float, *, after_s: float = -math.inf) -> NDArray[np.float32]:
+        """Samples taken later than `after_s` and by `now_s`, float32 [n, 6], see `SAMPLE_FIELDS`.
 
-        Their times are told from `began_s` on, and are below 0 for those before.
+        They have ages rather than times: of a server that has run for months single precision
+        could not tell seconds.
         """
-        num_new = min(self.num_samples - num_samples, len(self._samples))
-        newest = list(self._samples)[len(self._samples) - num_new :]
-        rows = np.array(newest, dtype=np.float64).reshape(-1, len(SAMPLE_FIELDS))
-        rows[:, 0] -= began_s
-        return rows.astype(np.float32)
+        rows = []
+        for taken_s, *figures in reversed(self._samples):
+            if taken_s <= after_s:
+                break
+            if taken_s <= now_s:
+                rows.append((now_s - taken_s, *figures))
+        return np.array(rows[::-1], dtype=np.float32).reshape(-1, len(SAMPLE_FIELDS))

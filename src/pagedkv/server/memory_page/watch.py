@@ -4,6 +4,9 @@ After each step the engine's thread calls in. It notes what the step did, and wh
 by the clock it compares the memory with what was told (`changes`). The rest happens in the event
 loop, once for all who watch: one message for all, and each has a mailbox. Now and then the loop
 takes the look that no step has come to take, because nobody generates.
+
+While nobody watches there is only a sample of a few counters once a second, so that who comes sees
+the minutes before.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,18 +52,14 @@ LINGER_S = 10.0
 """After the last watcher has left, until all that was told is forgotten: a page that is loaded anew
 finds the sequences by the same names. There are no looks meanwhile."""
 
+_LATE_S = 0.5
+"""How long a sample is left for a step to take before the event loop does."""
+
 MAX_WATCHERS = 16
 """Open pages; past it 429."""
 
 _MAILBOX_SIZE = 20
 """Messages that a slow reader may be behind; past it the whole is sent anew."""
-
-
-class _Whole(NamedTuple):
-    """All that is told by now."""
-
-    changes: Changes
-    samples: NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,9 @@ class _Look:
 
     now_s: float
     changes: Changes
-    whole: _Whole | None
-    """With what is new, where somebody needs it who knows nothing."""
+    whole: Changes | None
+    """All that is told by now, where somebody needs it who knows nothing."""
     happenings: NDArray[np.int32]
-    samples: NDArray[np.float32]
     counters: dict[str, int]
 
 
@@ -123,6 +122,17 @@ class MemoryWatch:
                 retry_after_s=10,
             )
 
+    async def keep_history(self) -> None:
+        """Go on taking the samples that no step has come to take. For a task."""
+        while True:
+            wait_s = self._history.due_s + _LATE_S - time.perf_counter()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            else:
+                await self._serving.between_steps(
+                    lambda engine: self._sample(engine, time.perf_counter())
+                )
+
     def _begin(self, watcher: Watcher) -> None:
         self._watchers.add(watcher)
         if self._session is not None:
@@ -161,11 +171,21 @@ class MemoryWatch:
     def _after_step(self, engine: Engine) -> None:
         """Called in the engine's thread after each step, and when orders were taken."""
         now_s = time.perf_counter()
-        if self._history.is_due(now_s):
-            self._history.note(now_s, engine.statistics())
+        if now_s >= self._history.due_s:
+            self._sample(engine, now_s)
         session = self._session
         if session is not None:
             session.after_step(engine, now_s)
+
+    def _sample(self, engine: Engine, now_s: float) -> None:
+        """Take the sample of this second, unless a step has just done it. Does not raise."""
+        if now_s < self._history.due_s:
+            return
+        try:
+            self._history.note(now_s, _counters(engine))
+        except Exception as failure:
+            self._history.due_s = math.inf
+            _LOG.error("the memory page's history ends: %s", failure, exc_info=failure)
 
     def _deliver(self, session: _Session, look: _Look) -> None:
         """Put the news into all mailboxes. In the event loop."""
@@ -217,7 +237,7 @@ class _Session:
         }
         self._newest_name = 0
         self._history = history
-        self._num_told = 0  # samples
+        self._sampled_s = self._began_s
         self._facts = {
             "model": serving.model_name,
             "num_blocks": scheduler.num_blocks,
@@ -283,8 +303,9 @@ class _Session:
         arrays = {**_named(look.changes), "happenings": look.happenings}
         for name in self._follow(look.changes.sequences):
             arrays[f"regions_{name}"] = self._twins[name].rows
-        if len(look.samples):
-            arrays["samples"] = look.samples
+        now_s = self._began_s + look.now_s
+        arrays["samples"] = self._history.samples(now_s, after_s=self._sampled_s)
+        self._sampled_s = now_s
         return message(self._now("changes", look), arrays)
 
     def _follow(self, changed: NDArray[np.int32]) -> list[str]:
@@ -302,11 +323,11 @@ class _Session:
         """
         if look.whole is None:
             return None
-        arrays = _named(look.whole.changes)
+        arrays = _named(look.whole)
         arrays["happenings"] = np.empty((0, len(HAPPENING_FIELDS)), dtype=np.int32)
         for name, twin in self._twins.items():
             arrays[f"regions_{name}"] = twin.rows
-        arrays["samples"] = look.whole.samples
+        arrays["samples"] = self._history.samples(self._began_s + look.now_s)
         return message({**self._now("whole", look), "memory": self._facts}, arrays)
 
     def _now(self, kind: str, look: _Look) -> dict[str, Any]:
@@ -325,39 +346,40 @@ class _Session:
         changes = self._differ.look(
             arrays, block_size=scheduler.block_size, now_ms=int(now_s * 1000) + 1
         )
-        statistics = engine.statistics()
-        self._history.note(self._looked_s, statistics)
-        samples = self._history.since(self._num_told, self._began_s)
-        self._num_told = self._history.num_samples
         whole = None
         if self._is_whole_wanted:
             self._is_whole_wanted = False
-            whole = _Whole(self._differ.whole(), self._history.since(0, self._began_s))
-        memory = statistics.memory
-        counters = {
-            "num_blocks": memory.num_blocks,
-            "block_size": memory.block_size,
-            "used_blocks": memory.used_blocks,
-            "shared_blocks": memory.shared_blocks,
-            "cached_blocks": memory.cached_blocks,
-            "free_blocks": memory.free_blocks,
-            "table_entries": memory.table_entries,
-            "held_tokens": memory.held_tokens,
-            "num_running": memory.num_running,
-            "num_waiting": memory.num_waiting,
-            "num_steps": memory.num_steps,
-            "query_tokens": memory.query_tokens,
-            "hit_tokens": memory.hit_tokens,
-            "preemptions": memory.preemptions,
-            "evicted_blocks": memory.evicted_blocks,
-            "output_tokens": statistics.output_tokens,
-        }
-        return _Look(now_s, changes, whole, happenings, samples, counters)
+            whole = self._differ.whole()
+        return _Look(now_s, changes, whole, happenings, _counters(engine))
 
     def _fail(self, failure: Exception) -> None:
         """End the watching; the engine goes on."""
         self.has_failed = True
         _LOG.error("watching the memory failed: %s", failure, exc_info=failure)
+
+
+def _counters(engine: Engine) -> dict[str, int]:
+    """What the page is told in figures."""
+    statistics = engine.statistics()
+    memory = statistics.memory
+    return {
+        "num_blocks": memory.num_blocks,
+        "block_size": memory.block_size,
+        "used_blocks": memory.used_blocks,
+        "shared_blocks": memory.shared_blocks,
+        "cached_blocks": memory.cached_blocks,
+        "free_blocks": memory.free_blocks,
+        "table_entries": memory.table_entries,
+        "held_tokens": memory.held_tokens,
+        "num_running": memory.num_running,
+        "num_waiting": memory.num_waiting,
+        "num_steps": memory.num_steps,
+        "query_tokens": memory.query_tokens,
+        "hit_tokens": memory.hit_tokens,
+        "preemptions": memory.preemptions,
+        "evicted_blocks": memory.evicted_blocks,
+        "output_tokens": statistics.output_tokens,
+    }
 
 
 def _named(changes: Changes) -> dict[str, NDArray[Any]]:

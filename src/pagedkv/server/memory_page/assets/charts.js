@@ -5,6 +5,7 @@ import { number, percent } from "./words.js";
 
 const FIELDS = 6;
 const SPAN_S = 300;
+const LONGEST_S = 30;
 const HEIGHT = 120;
 const LEFT = 46, BOTTOM = 20, TOP = 8;
 
@@ -33,10 +34,14 @@ export class Charts {
     });
   }
 
-  /** All samples that there are, or more of them. */
-  take(rows, isWhole) {
+  /** All samples that there are, or more of them; each begins with its age. */
+  take(rows, nowS, isWhole) {
     if (isWhole) this.samples = [];
-    for (let i = 0; i < rows.length; i += FIELDS) this.samples.push(rows.slice(i, i + FIELDS));
+    else if (rows.length === 0) return;
+    for (let i = 0; i < rows.length; i += FIELDS) {
+      const [ageS, ...figures] = rows.subarray(i, i + FIELDS);
+      this.samples.push([nowS - ageS, ...figures]);
+    }
     const end = this.samples.at(-1)?.[0] ?? 0;
     this.samples = this.samples.filter((sample) => sample[0] >= end - SPAN_S);
     this.draw();
@@ -94,7 +99,7 @@ export class Charts {
     context.fillText("now", width - 4, HEIGHT - 3);
   }
 
-  /** Connect samples, but not over seconds in which there was none. */
+  /** Connect samples, but not over a time in which there was none. */
   #line(context, { field, colour, isDashed, isSparse }, x, y) {
     context.strokeStyle = context.fillStyle = this.colours[colour];
     context.lineWidth = 2;
@@ -106,7 +111,7 @@ export class Charts {
         if (!isSparse) before = undefined;
         continue;
       }
-      if (before !== undefined && sample[0] - before < (isSparse ? 30 : 3)) {
+      if (before !== undefined && sample[0] - before < LONGEST_S) {
         context.lineTo(x(sample[0]), y(sample[field]));
       } else {
         context.moveTo(x(sample[0]), y(sample[field]));

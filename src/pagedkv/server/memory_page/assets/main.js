@@ -91,7 +91,7 @@ function take(message) {
   map.touch(blocks);
   overlay.flash(happenings, performance.now());
   log.add(happenings);
-  if (message.arrays.samples) charts.take(message.arrays.samples, isWhole);
+  charts.take(message.arrays.samples, message.now_s, isWhole);
   summary.show(regions.twin);
   announcer.note(memory.counters, performance.now());
   requestDrawing();

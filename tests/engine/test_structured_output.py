@@ -1,0 +1,415 @@
+"""Answers that follow a schema or a grammar, beside a model that is obviously right."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="needs the extra [engine]")
+pytest.importorskip("transformers", reason="needs the extra [engine]")
+pytest.importorskip("llguidance", reason="needs the extra [structured]")
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models.json_schemas import SCHEMAS, is_valid
+from models.json_tokenizer import END, VOCABULARY, json_tokenizer
+from models.tiny_engine import TinyEngine
+from models.tiny_models import tiny_model, tiny_tokenizer
+from pagedkv.engine import LLM, SamplingParams, StructuredOutput
+from pagedkv.engine.detokenizer import TokenTexts
+from pagedkv.engine.grammars import MAX_GRAMMARS, GrammarFailed, Grammars
+from pagedkv.engine.model import PagedModel
+from pagedkv.engine.outputs import Completion
+from pagedkv.engine.structured_output import MAX_STRUCTURE_CHARACTERS
+from pagedkv.errors import InvalidInput
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Ann", "Bo"]}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+PROMPT = [5, 90, 17, 60, 201]
+
+
+@cache
+def model() -> Any:
+    return tiny_model("llama", vocab_size=VOCABULARY)
+
+
+@cache
+def paged() -> PagedModel:
+    return PagedModel(tiny_model("llama", vocab_size=VOCABULARY))
+
+
+@cache
+def texts() -> TokenTexts:
+    return TokenTexts(json_tokenizer())
+
+
+def engine(num_blocks: int = 64, **options: Any) -> TinyEngine:
+    options = {"texts": texts(), "end_token_ids": frozenset([END]), **options}
+    return TinyEngine(paged(), num_blocks, **options)
+
+
+def structured(**options: Any) -> StructuredOutput:
+    return StructuredOutput(disable_any_whitespace=True, **options)
+
+
+def completions(made: TinyEngine, params: SamplingParams, prompt: list[int]) -> list[Completion]:
+    request = made.add(prompt, params)
+    made.finish_all()
+    return list(request.generation().completions)
+
+
+def check(found: Completion, schema: dict[str, Any]) -> None:
+    """An answer that has ended by itself is a value of its schema."""
+    if found.finish_reason == "stop":
+        assert is_valid(json.loads(found.text), schema), (found.text, schema)
+    else:
+        assert found.finish_reason == "length"
+
+
+def obvious(prompt: list[int], what: StructuredOutput, max_tokens: int) -> list[int]:
+    """The tokens of a greedy answer: at each place all is computed anew, the likeliest token that
+    is allowed is said, and the grammar is followed from its beginning."""
+    grammars = Grammars(texts(), vocab_size=VOCABULARY, end_token_ids=[END])
+    said: list[int] = []
+    for _ in range(max_tokens):
+        place = grammars.compiled(what).begin()
+        for token_id in said:
+            place.append(token_id)
+        assert place.problem is None
+        if place.is_complete or END in said:
+            break
+        allowed = np.unpackbits(place.allowed, count=VOCABULARY, bitorder="little").astype(bool)
+        with torch.no_grad():
+            logits = model()(torch.tensor([prompt + said])).logits[0, -1].numpy()
+        said.append(int(np.where(allowed, logits, -np.inf).argmax()))
+    return said
+
+
+@settings(max_examples=40, deadline=None)
+@given(schema=SCHEMAS, seed=st.integers(0, 99), ahead=st.booleans(), scarce=st.booleans())
+def test_what_ends_by_itself_is_a_value_of_its_schema(
+    schema: dict[str, Any], seed: int, ahead: bool, scarce: bool
+) -> None:
+    made = engine(40 if scarce else 200, ahead=ahead)
+    what = structured(json=schema)
+    drawn = SamplingParams(max_tokens=48, seed=seed, n=3, structured=what)
+    filtered = SamplingParams(
+        max_tokens=48, seed=seed, temperature=3, top_k=40, top_p=0.9, structured=what
+    )
+    free = SamplingParams(max_tokens=30, seed=seed, ignore_eos=True)
+    requests = [made.add(PROMPT[:-i] or PROMPT, p) for i, p in enumerate((drawn, filtered, free))]
+    made.finish_all()
+    for request in requests[:2]:
+        for found in request.generation().completions:
+            check(found, schema)
+    # Who follows no grammar says what it says alone.
+    alone = engine(200)
+    alone.add(PROMPT, SamplingParams(max_tokens=1))  # so that both have the same streams
+    assert requests[2].generation().completions[0].token_ids == tuple(
+        completions(alone, free, PROMPT[:-2])[0].token_ids
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(schema=SCHEMAS, num_prompt=st.integers(1, 5), ahead=st.booleans())
+def test_a_greedy_answer_is_the_likeliest_token_that_is_allowed_each_time(
+    schema: dict[str, Any], num_prompt: int, ahead: bool
+) -> None:
+    what = StructuredOutput(json=schema)
+    params = SamplingParams(temperature=0, max_tokens=24, structured=what)
+    [found] = completions(engine(ahead=ahead), params, PROMPT[:num_prompt])
+    assert list(found.token_ids) == obvious(PROMPT[:num_prompt], what, 24)
+
+
+def test_preemption_loses_no_place_in_a_grammar() -> None:
+    what = structured(json={"type": "array", "items": PERSON, "minItems": 3, "maxItems": 4})
+    params = SamplingParams(max_tokens=160, structured=what, seed=3, n=2)
+
+    def answers(num_blocks: int) -> tuple[list[tuple[int, ...]], int]:
+        made = engine(num_blocks, seats=6)
+        requests = [made.add(PROMPT[:i], params) for i in (2, 3, 4)]
+        made.finish_all()
+        for request in requests:
+            for found in request.generation().completions:
+                assert found.finish_reason == "stop" and len(json.loads(found.text)) >= 3
+        said = [c.token_ids for r in requests for c in r.generation().completions]
+        return said, made.statistics().memory.preemptions
+
+    (plenty, none), (scarce, some) = answers(400), answers(50)
+    assert none == 0 and some > 0 and scarce == plenty
+
+
+def test_it_ends_where_nothing_can_follow_and_may_end_where_something_can() -> None:
+    for ends in (frozenset([END]), frozenset[int]()):
+        made = engine(end_token_ids=ends)
+        params = SamplingParams(max_tokens=30, structured=StructuredOutput(regex="a{3}"))
+        [found] = completions(made, params, PROMPT)
+        assert (found.text, found.finish_reason, len(found.token_ids)) == ("aaa", "stop", 3)
+    likes_to_end = {END: 100.0}
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=30,
+        logit_bias=likes_to_end,
+        structured=StructuredOutput(regex="a{3,9}"),
+    )
+    [found] = completions(engine(), params, PROMPT)
+    assert (found.text, found.finish_reason, found.token_ids[-1]) == ("aaa", "stop", END)
+    for more in ({"min_tokens": 5}, {"ignore_eos": True}):
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=30,
+            logit_bias=likes_to_end,
+            structured=StructuredOutput(regex="a{3,9}"),
+            **more,  # type: ignore[arg-type]
+        )
+        [found] = completions(engine(), params, PROMPT)
+        assert found.finish_reason == "stop"
+        assert found.text == "a" * (9 if "ignore_eos" in more else 5)
+
+
+def test_stop_tokens_that_are_all_that_is_allowed_stop_nobody_before_min_tokens() -> None:
+    [a] = json_tokenizer()("a")["input_ids"]
+    params = SamplingParams(
+        max_tokens=9, min_tokens=2, stop_token_ids=[a], structured=StructuredOutput(regex="a{5}")
+    )
+    [found] = completions(engine(), params, PROMPT)
+    assert (found.finish_reason, found.stop_reason, len(found.token_ids)) == ("stop", a, 3)
+
+
+@pytest.mark.parametrize(
+    ("what", "pattern"),
+    [
+        (StructuredOutput(choice=["yes", 'n"o\n', "é\N{GRINNING FACE}"]), 'yes|n"o\n|é\U0001f600'),
+        (StructuredOutput(regex="[a-c]{2}(x|yy)"), "[a-c]{2}(x|yy)"),
+        (StructuredOutput(grammar='start: ("a" | "b" start "b")'), "a|b+ab+"),
+        (StructuredOutput(grammar='root ::= "a" | "b" root "b"'), "a|b+ab+"),
+        (
+            StructuredOutput(json=json.dumps({"const": [1, {"k": None}]})),
+            r"\[\s*1[^a]+null\s*}\s*]",
+        ),
+    ],
+)
+def test_every_kind_of_structure(what: StructuredOutput, pattern: str) -> None:
+    for seed in range(6):
+        params = SamplingParams(max_tokens=200, seed=seed, structured=what)
+        [found] = completions(engine(), params, PROMPT)
+        assert re.fullmatch(pattern, found.text) and found.finish_reason == "stop", found.text
+
+
+def test_any_object_is_an_object() -> None:
+    what = StructuredOutput(json_object=True)
+    made = engine(400)
+    requests = [
+        made.add(PROMPT, SamplingParams(max_tokens=120, seed=seed, structured=what))
+        for seed in range(8)
+    ]
+    made.finish_all()
+    ended = [r.generation() for r in requests]
+    ended = [g for g in ended if g.completions[0].finish_reason == "stop"]
+    assert ended and all(isinstance(json.loads(g.text), dict) for g in ended)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_log_probabilities_are_those_among_what_is_allowed(ahead: bool) -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=9, logprobs=5, structured=StructuredOutput(regex="[ab]c")
+    )
+    [found] = completions(engine(ahead=ahead), params, PROMPT)
+    assert found.logprobs is not None
+    first, second = found.logprobs
+    assert first.rank == 1 and {texts().token_bytes(i) for i, _ in first.top} <= {
+        b"a",
+        b"b",
+        b"abc",
+    }
+    assert sum(np.exp(p) for _, p in first.top) == pytest.approx(1, abs=1e-5)
+    assert second.top == ((second.token_id, pytest.approx(0, abs=1e-6)),)
+
+
+def test_all_prompt_log_probabilities_are_as_without() -> None:
+    found = []
+    for what in (None, StructuredOutput(regex="abc")):
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=3, structured=what)
+        made = engine()
+        request = made.add(PROMPT, params)
+        made.finish_all()
+        found.append(request.generation().prompt_logprobs)
+    assert found[0] == found[1]
+
+
+def test_a_canceled_answer_and_others_beside_it_leave_no_trace() -> None:
+    made = engine()
+    params = SamplingParams(max_tokens=40, n=2, seed=1, structured=structured(json=PERSON))
+    left = made.add(PROMPT, params)
+    stays = made.add(PROMPT, params)
+    for _ in range(4):
+        made.step()
+    made.cancel(left)
+    made.finish_all()
+    assert made._structured == set() and made.statistics().memory.used_blocks == 0
+    for found in stays.generation().completions:
+        check(found, {**PERSON, "properties": {"name": {"enum": ["Ann", "Bo"]}, "age": AGE}})
+
+
+AGE = {"type": "integer", "minimum": -(10**9), "maximum": 99}
+
+
+# What cannot be -----------------------------------------------------------------------------------
+
+
+def test_an_answer_that_cannot_go_on_fails_alone() -> None:
+    """The tokenizer of all others lacks letters, so that a grammar can lead where none goes on."""
+    made = LLM(
+        tiny_model("llama"),
+        tokenizer=tiny_tokenizer(),
+        num_tokens=512,
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+    )
+    what = StructuredOutput(regex="(\N{MULTIPLICATION SIGN}|a) b")  # it has no space
+    params = SamplingParams(temperature=0, max_tokens=9, structured=what)
+    with pytest.raises(GrammarFailed, match="cannot go on by its grammar: no text of the model's"):
+        made.generate("Hello", params)
+    assert made.statistics().memory.used_blocks == 0
+    made.verify()
+    [answer] = made.generate("Hello", SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(answer.token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"json": {"type": "foo"}}, "json cannot be followed: Invalid type: foo"),
+        ({"json": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: .*"uniqueItems"'),
+        ({"json": {"$ref": "#"}}, "json cannot be followed: no text of the model's tokens"),
+        ({"json": {"$ref": "file:///etc/passwd"}}, "is not present in a registry"),
+        ({"regex": "[a"}, "regex cannot be followed: unclosed character class"),
+        ({"regex": "(?=a)b"}, "regex cannot be followed: look-around"),
+        ({"regex": "[a&&b]"}, "regex cannot be followed: no text"),
+        ({"regex": ""}, "regex cannot be followed: it allows no text but the empty one"),
+        ({"choice": [""]}, "choice cannot be followed: it allows no text but the empty one"),
+        ({"grammar": "start: foo"}, 'grammar cannot be followed: at .* unknown name: "foo"'),
+        ({"grammar": "no grammar"}, "grammar cannot be followed"),
+        ({"grammar": 'start: "a"\n%llguidance {"no_forcing": false}'}, "%llguidance sets what"),
+        ({"grammar": "start: " + "(" * 30_000 + '"a"' + ")" * 30_000}, "too deeply nested"),
+        ({"grammar": "root ::= " + "( " * 9_000 + '"a"' + ")" * 9_000}, "recursion"),
+        ({"regex": "(" * 9_000 + "a" + ")" * 9_000}, "regex cannot be followed"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_in_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message) as refusal:
+        engine().add(PROMPT, SamplingParams(structured=StructuredOutput(**options)))
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "structured output is given nothing: give one of json, regex, choice"),
+        ({"regex": "a", "choice": ["b"]}, "is given regex and choice: give one"),
+        ({"json": 5}, "json is int: a schema is an object"),
+        ({"json": "{"}, "json is no JSON schema"),
+        ({"json": False}, "the schema that nothing has"),
+        ({"json": {"const": float("nan")}}, "json is no JSON schema"),
+        ({"json": {"const": object()}}, "json is no JSON schema"),
+        ({"json": '{"a":' * 100_000}, "json is nested too deeply"),
+        (
+            {"json": json.dumps({"a": [[[[]]]]}).replace("[[", "[" * 70).replace("]]", "]" * 70)},
+            "json is nested more than 64 levels deep",
+        ),
+        ({"regex": "a" * (MAX_STRUCTURE_CHARACTERS + 1)}, "regex has 65537 characters, at most"),
+        ({"regex": "\ud800"}, "regex has half a character"),
+        ({"choice": ["a", "\ud800"]}, "choice has half a character"),
+        ({"choice": "yes"}, "choice is no list of texts"),
+        ({"choice": []}, "choice is no list of texts"),
+        ({"choice": ["a", 5]}, "choice is no list of texts"),
+        ({"grammar": b"start"}, "grammar is bytes: give text"),
+        ({"json_object": 1}, "json_object is 1: give True or False"),
+    ],
+)
+def test_what_is_no_structure_is_refused_where_it_is_made(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        StructuredOutput(**options)
+    with pytest.raises(InvalidInput, match="structured is dict: give a StructuredOutput"):
+        SamplingParams(structured=options)  # type: ignore[arg-type]
+
+
+def test_hostile_structures_end_in_the_time_of_a_step_or_fail_alone() -> None:
+    """What asks for as many states as a text is long is cut off, and others go on."""
+    made = engine(400)
+    hostile = [
+        StructuredOutput(regex="[ab]*a[ab]{40}"),
+        StructuredOutput(regex="(" + "|".join(f"[a-z]*{c}[a-z]{{30}}" for c in "abcdefgh") + ")*"),
+        StructuredOutput(regex="((a{1,100}){1,100}){1,100}"),
+        StructuredOutput(grammar='start: start start | "a" | start "b" start'),
+    ]
+    requests = []
+    for what in hostile:
+        try:
+            requests.append(made.add(PROMPT, SamplingParams(max_tokens=50, structured=what)))
+        except InvalidInput as refusal:
+            assert "cannot be followed" in str(refusal)
+    well = made.add(PROMPT, SamplingParams(max_tokens=50, structured=structured(json=PERSON)))
+    made.finish_all()
+    assert well.generation().completions[0].finish_reason in ("stop", "length")
+    assert all(request.is_finished for request in requests) and requests
+
+
+def test_a_text_that_is_certain_without_an_end_is_not_looked_at_to_its_end() -> None:
+    """Its first word could always be longer: there is no other token than `a`, and no end."""
+    params = SamplingParams(max_tokens=9, structured=StructuredOutput(grammar="start: /a+/ /a+/"))
+    [found] = completions(engine(), params, PROMPT)
+    assert set(found.text) == {"a"} and found.finish_reason == "length"
+
+
+def test_what_is_certain_may_be_cut_into_any_tokens() -> None:
+    grammars = Grammars(texts(), vocab_size=VOCABULARY, end_token_ids=[END])
+    place = grammars.compiled(StructuredOutput(regex="true")).begin()
+    bits = np.unpackbits(place.allowed, count=VOCABULARY, bitorder="little")
+    assert {texts().token_bytes(int(i)) for i in np.flatnonzero(bits)} == {
+        *(b"t", b"tr", b"tru", b"true")
+    }
+
+
+def test_grammars_are_compiled_once_and_few_are_kept() -> None:
+    grammars = Grammars(texts(), vocab_size=VOCABULARY, end_token_ids=[END])
+    first = grammars.compiled(StructuredOutput(json={"type": "null"}))
+    assert grammars.compiled(StructuredOutput(json='{"type": "null"}')) is first
+    assert grammars.has(StructuredOutput(json={"type": "null"}))
+    for i in range(MAX_GRAMMARS):
+        grammars.compiled(StructuredOutput(regex=f"a{i}"))
+    assert not grammars.has(StructuredOutput(json={"type": "null"}))
+    assert grammars.has(StructuredOutput(regex="a0"))
+
+
+def test_properties_come_in_the_order_in_which_they_are_given() -> None:
+    schema = {**PERSON, "properties": dict(reversed(PERSON["properties"].items()))}  # type: ignore
+    assert structured(json=schema) != structured(json=PERSON)
+    params = SamplingParams(temperature=0, max_tokens=60, structured=structured(json=schema))
+    [found] = completions(engine(), params, PROMPT)
+    assert found.text.startswith('{"age":')
+
+
+def test_without_the_library_or_a_tokenizer_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params = SamplingParams(structured=StructuredOutput(regex="a"))
+    with pytest.raises(InvalidInput, match="needs a tokenizer, and this model has none"):
+        engine(texts=None).add(PROMPT, params)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(InvalidInput, match=r"needs llguidance: install pagedkv\[structured\]"):
+        engine().add(PROMPT, params)
