@@ -416,6 +416,21 @@ def test_commit_wants_a_token_for_each_sequence_that_is_due_one() -> None:
     made.commit([1])
 
 
+def test_who_has_all_tokens_is_to_be_finished_before_the_next_step() -> None:
+    made = scheduler()
+    [full] = made.add([1, 2], max_new_tokens=1)
+    [other] = made.add([3, 4], max_new_tokens=3)
+    made.schedule()
+    made.commit([5, 6])
+    with pytest.raises(InvalidInput, match=f"sequence {full} has all of its 3 tokens: finish it"):
+        made.schedule()
+    made.finish([full])
+    assert made.schedule().due.tolist() == [other]
+    made.commit([7])
+    assert made.token_ids(other).tolist() == [3, 4, 6, 7]
+    made.verify()
+
+
 def test_sixty_four_groups_of_eight_share_what_can_be_shared_by_hand() -> None:
     prompt, samples, answer, block_size = 500, 8, 20, 16
     made = scheduler(12_000, block_size=block_size, seats=512, budget=8192, max_model_len=1000)

@@ -480,10 +480,12 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Decide the next step; its blocks are taken, and what it will write is in the `Batch`.
 
-        Empty if nobody can compute. Raises `InvalidInput` if a step is under way.
+        Empty if nobody can compute. Raises `InvalidInput` if a step is under way, or where a
+        sequence has all of its tokens and was not finished.
         """
         if self._under_way:
             raise InvalidInput("a step is under way: commit or abandon it first")
+        self._check_unfinished()
         plan = self._plans[0]
         scheduler.schedule(self._memory, self._sequences, self._queues, plan, self._limits)
         self._newest = plan
@@ -502,7 +504,8 @@ class Scheduler:
         None, and nothing is decided, where it is better to wait: for beams, which choose
         together; where somebody would have to give way; where nobody can compute.
 
-        Raises `InvalidInput` unless exactly one step is under way.
+        Raises `InvalidInput` unless exactly one step is under way, or where a sequence has all of
+        its tokens and was not finished.
         """
         if len(self._under_way) != 1:
             raise InvalidInput(f"{len(self._under_way)} steps are under way: this is for one")
@@ -510,6 +513,7 @@ class Scheduler:
             return None
         doomed, self._doomed = sorted(self._doomed), set()
         self._end(doomed)
+        self._check_unfinished()
         running = self._under_way[0]
         self._forget_ended(running)
         plan, sequences, queues = running.plan, self._sequences, self._queues
@@ -529,6 +533,20 @@ class Scheduler:
         if plan.counters[SCHEDULED] == 0:
             return None
         return self._begin(plan)
+
+    def _check_unfinished(self) -> None:
+        """Nobody who runs has all tokens: there is no room to write down another."""
+        sequences, queues = self._sequences, self._queues
+        running = queues.running[: queues.counters[RUNNING_SIZE]]
+        is_full = sequences.num_tokens[running] >= sequences.total_tokens[running]
+        if not is_full.any():
+            return
+        full = running[is_full & ~sequences.is_beam[running]]  # beams are looked at in `branch`
+        if len(full):
+            raise InvalidInput(
+                f"sequence {self._numbers(full)[0]} has all of its "
+                f"{sequences.total_tokens[full[0]]} tokens: finish it before the next step"
+            )
 
     def _await_tokens(self, columns: NDArray[np.int64]) -> None:
         """The last token of each of these is not known yet."""
