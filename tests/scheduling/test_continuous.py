@@ -317,6 +317,25 @@ def test_a_sample_that_was_to_end_after_its_fork_ends_with_whom_it_would_have_fo
     assert scheduler.statistics().used_blocks == 0
 
 
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_samples_end_with_whom_they_would_have_forked_from(is_scheduled: bool) -> None:
+    made = scheduler()
+    samples = made.add([1, 2, 3], max_new_tokens=4, num_samples=3)
+    if is_scheduled:
+        made.schedule()
+    made.finish(samples[:1])
+    if is_scheduled:
+        made.commit([9, 9, 9])
+    assert not made.arrays.is_alive.any()
+    for sample in samples:
+        with pytest.raises(UnknownSequence):
+            made.cancel([sample])
+    with pytest.raises(InvalidInput, match="sequence is None: give an integer"):
+        made.cancel([None])  # type: ignore[list-item]
+    assert made.is_idle
+    made.verify()
+
+
 def test_an_abandoned_step_publishes_nothing_and_leaves_the_others() -> None:
     run = Written(scheduler(seats=2, budget=64))
     prompt = [1, 2, 3, 4, 0, 1, 2, 3, 4]
@@ -386,6 +405,9 @@ def test_namespaces_share_nothing() -> None:
         ([2**32], {}, "token id"),
         ([0.5], {}, "integers"),
         ([1], {"max_new_tokens": 0}, "at least 1"),
+        ([[1], 2], {}, "not all integers"),
+        ([1], {"max_new_tokens": 1.5}, "max_new_tokens is 1.5: give an integer"),
+        ([1], {"num_samples": True}, "the number of samples is True: give an integer"),
         ([1] * 190, {"max_new_tokens": 11}, "more than the model's maximum, 200"),
         ([1], {"num_samples": 9}, "max_num_seqs is 8"),
     ],
@@ -411,6 +433,8 @@ def test_commit_wants_a_token_for_each_sequence_that_is_due_one() -> None:
         made.commit([1, 2])
     with pytest.raises(InvalidInput, match="token id"):
         made.commit([-1])
+    with pytest.raises(InvalidInput, match="tokens are float64: give integers"):
+        made.commit([0.5])
     with pytest.raises(InvalidInput, match="under way"):
         made.schedule()
     made.commit([1])

@@ -33,7 +33,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from pagedkv.compiling import compiled_in_place
 from pagedkv.errors import BrokenLaw, InvalidInput, NeverFits, UnknownSequence
-from pagedkv.memory import allocation, laws
+from pagedkv.memory import allocation, arguments, laws
 from pagedkv.memory.address import write_slots
 from pagedkv.memory.allocation import Memory, make_memory
 from pagedkv.memory.block_key import MAX_TOKEN_ID, Namespace, block_key, root_key
@@ -210,17 +210,10 @@ class Scheduler:
         prefix_caching: bool = True,
         secret: bytes | None = None,
     ) -> None:
-        for name, value in (
-            ("num_blocks", num_blocks),
-            ("block_size", block_size),
-            ("max_model_len", max_model_len),
-        ):
-            if value < 1:
-                raise InvalidInput(f"{name} is {value}: give at least 1")
-        if secret is None:
-            secret = os.urandom(16)
-        if len(secret) != 16:
-            raise InvalidInput(f"secret is {len(secret)} bytes: give 16 bytes")
+        num_blocks = arguments.as_count("num_blocks", num_blocks, 1, arguments.MAX_BLOCKS)
+        block_size = arguments.as_count("block_size", block_size, 1, arguments.MAX_BLOCK_SIZE)
+        max_model_len = arguments.as_count("max_model_len", max_model_len, 1, arguments.MAX_TOKENS)
+        secret = os.urandom(16) if secret is None else arguments.as_secret(secret)
         self.config = config
         self.block_size = block_size
         self.max_model_len = max_model_len
@@ -368,8 +361,8 @@ class Scheduler:
         one search or not all computed, and for too many to come; then nothing is changed.
         """
         columns = [self._column(s) for s in beams]
-        come_from = np.ascontiguousarray(parents, dtype=np.int64)
-        said = np.ascontiguousarray(token_ids, dtype=np.int64)
+        come_from = arguments.as_integers("parents", parents)
+        said = arguments.as_integers("token ids", token_ids)
         self._check_branching(columns, come_from, said)
         search = int(self._search[columns[0]])
         num_places = 1 + int(self._sequences.num_followers[search])
@@ -437,6 +430,8 @@ class Scheduler:
     ) -> int:
         """Fill `count` columns in a row for a request; returns the first. See `add`."""
         name = name or "with " + f"{len(ids)} prompt tokens"
+        max_new_tokens = arguments.as_integer("max_new_tokens", max_new_tokens)
+        count = arguments.as_integer(f"the number of {of_what}", count)
         if max_new_tokens < 1 or count < 1:
             raise InvalidInput(
                 f"request {name} asks for {max_new_tokens} new tokens and {count} {of_what}: "
@@ -631,7 +626,7 @@ class Scheduler:
             raise InvalidInput("no step is under way: schedule one first")
         step = self._under_way[0]
         due = step.due
-        said = np.ascontiguousarray(tokens, dtype=np.int64)
+        said = arguments.as_integers("tokens", tokens)
         if said.shape != due.shape:
             raise InvalidInput(f"{said.size} tokens, but {len(due)} sequences are due one")
         is_here = self._is_here(step, due)
@@ -710,11 +705,11 @@ class Scheduler:
     def finish(self, sequences: Iterable[int]) -> None:
         """These sequences have said all; their blocks come back, and cached ones can be hit.
 
-        With a beam all of its search ends.
+        Samples that were to fork from them end too, and with a beam all of its search.
 
         Raises `UnknownSequence`, for one that ended already too, and then ends none of them.
         """
-        self._leave(self._with_beams([self._column(s) for s in sequences]))
+        self._leave(self._with_followers([self._column(s) for s in sequences]))
 
     def cancel(self, sequences: Iterable[int]) -> None:
         """Nobody wants these sequences any more, whether they wait or run.
@@ -781,28 +776,27 @@ class Scheduler:
             raise BrokenLaw(broken)
 
     def _checked_ids(self, token_ids: ArrayLike) -> NDArray[np.int64]:
-        ids = np.asarray(token_ids)
-        if ids.ndim != 1 or len(ids) == 0:
+        ids = arguments.as_integers("token ids", token_ids)
+        if len(ids) == 0:
             raise InvalidInput("a prompt needs at least one token")
-        if ids.dtype.kind not in "iu":
-            raise InvalidInput(f"token ids are {ids.dtype}: give integers")
         if int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN_ID:
             raise InvalidInput(f"a token id is not 0 to {MAX_TOKEN_ID}")
-        return np.ascontiguousarray(ids, dtype=np.int64)
+        return ids
 
     def _numbers(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
         numbers: NDArray[np.int64] = columns + COLUMNS * self._generation[columns]
         return numbers
 
     def _column(self, sequence: int) -> int:
-        column, generation = int(sequence) % COLUMNS, int(sequence) // COLUMNS
+        sequence = arguments.as_integer("sequence", sequence)
+        column, generation = sequence % COLUMNS, sequence // COLUMNS
         if (
             not 0 <= column < len(self._alive)
             or not self._alive[column]
             or self._generation[column] != generation
             or column in self._doomed
         ):
-            raise UnknownSequence(int(sequence))
+            raise UnknownSequence(sequence)
         return column
 
     def _with_followers(self, columns: list[int]) -> list[int]:
