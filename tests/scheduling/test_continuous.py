@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from models.token_storage import TokenStorage
 from pagedkv.errors import InvalidInput, NeverFits, UnknownSequence
-from pagedkv.scheduling.continuous import Scheduler
+from pagedkv.scheduling.continuous import COLUMNS, Scheduler
 from pagedkv.scheduling.limits import SchedulerConfig
 
 
@@ -334,6 +334,20 @@ def test_samples_end_with_whom_they_would_have_forked_from(is_scheduled: bool) -
         made.cancel([None])  # type: ignore[list-item]
     assert made.is_idle
     made.verify()
+
+
+@pytest.mark.parametrize("end", ["cancel", "finish"])
+def test_who_ends_takes_nobody_along_who_has_the_columns_of_its_samples(end: str) -> None:
+    run = Written(scheduler(64))
+    samples = run.add([1, 2, 3], 9, samples=3)
+    run.step()
+    run.cancel(samples[1:])
+    others = run.add([4, 2, 3], 5, samples=2)
+    columns = [s % COLUMNS for s in samples[1:]]
+    assert [s % COLUMNS for s in others] == columns  # or this tests nothing
+    getattr(run.scheduler, end)(samples[:1])
+    run.finish_all()
+    assert [run.tokens[s] for s in others] == [alone([4, 2, 3], 5, i) for i in range(2)]
 
 
 def test_an_abandoned_step_publishes_nothing_and_leaves_the_others() -> None:

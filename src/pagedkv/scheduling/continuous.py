@@ -804,6 +804,8 @@ class Scheduler:
         sequences = self._sequences
         everyone = dict.fromkeys(self._with_beams(columns))
         for s in columns:
+            if sequences.num_tokens[s] > sequences.prompt_tokens[s]:
+                continue  # they have, and where one has ended its column may be another's
             for follower in range(s + 1, s + 1 + int(sequences.num_followers[s])):
                 if self._alive[follower] and sequences.state[follower] == EXPECTED:
                     everyone[follower] = None
