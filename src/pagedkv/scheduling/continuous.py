@@ -468,7 +468,7 @@ class Scheduler:
             count,
             total,
             self.block_size,
-            self.prefix_caching and reuse,
+            bool(self.prefix_caching and reuse),
         )
         return first
 
