@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from pagedkv.server.body_schema import ListOf, WholeBody
 from pagedkv.server.chat_schema import Message
 from pagedkv.server.errors import ApiError
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(WholeBody):
     """The body of `/tokenize`: a prompt, or the messages of a chat."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[ListOf[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -52,10 +51,8 @@ class TokenizeRequest(BaseModel):
             )
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(WholeBody):
     """The body of `/detokenize`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+    tokens: ListOf[Annotated[int, Field(ge=0, lt=1 << 31)]]
