@@ -131,6 +131,10 @@ def test_a_signal_ends_it_when_what_runs_is_finished(folder: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert list(stream)[-1].choices[0].finish_reason == "length"
         assert process.wait(30) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == (
+            "draining: answers under way have 60 s to end; another signal ends them now\n"
+        )
 
 
 @needs_server

@@ -368,6 +368,7 @@ def test_sizes_that_make_no_sense_are_refused_before_anything_is_loaded(tmp_path
         ({"num_blocks": 0}, "num_blocks is 0"),
         ({"block_size": 0}, "block_size is 0"),
         ({"record": _file(tmp_path, "there.jsonl", "x")}, "the file exists"),
+        ({"record": tmp_path / "no" / "run.jsonl"}, "there is no folder .*no"),
     ):
         with pytest.raises(InvalidInput, match=message):
             LLM("/nowhere", **sizes)  # type: ignore[arg-type]

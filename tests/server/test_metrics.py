@@ -375,7 +375,7 @@ def test_who_is_refused_has_not_waited() -> None:
     with tiny_server(num_tokens=64) as server, server.http() as http:
         assert http.post("/v1/completions", json={"prompt": [5] * 90}).status_code == 400
         found = values(server)
-        assert found["pagedkv_requests_refused_total,reason=invalid"] == 1
+        assert found["pagedkv_requests_refused_total,reason=context_length_exceeded"] == 1
         assert found["pagedkv_request_queue_time_seconds_count"] == 0
 
 

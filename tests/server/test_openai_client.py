@@ -403,7 +403,7 @@ def test_what_asks_for_plain_text_is_accepted(server: TinyServer, options: dict[
         ({"top_p": 2}, "top_p is 2", "top_p"),
         ({"n": 0}, "n is 0", "n"),
         ({"n": 1_000_000}, "more than 128 answers", "n"),
-        ({"n": 100}, "max_num_seqs is 16", None),
+        ({"n": 100}, "n is 100: give at most 16", "n"),
         ({"max_tokens": -3}, "max_tokens is -3", "max_tokens"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21", "top_logprobs"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs", "top_logprobs"),
@@ -476,10 +476,13 @@ def test_what_cannot_be_is_refused_by_its_name(
 def test_a_prompt_that_never_fits_is_refused_with_the_numbers() -> None:
     with tiny_server(num_tokens=None, num_blocks=10) as small:
         for stream in (False, True):
-            with pytest.raises(openai.BadRequestError, match="12 blocks, the whole memory has 10"):
+            with pytest.raises(
+                openai.BadRequestError, match="12 blocks, the whole memory has 10"
+            ) as refusal:
                 small.client().completions.create(
                     model=MODEL, prompt=[5] * 46, max_tokens=1, stream=stream
                 )
+            assert refusal.value.code == "context_length_exceeded"
             with pytest.raises(openai.BadRequestError, match="give at most 21, since the memory"):
                 small.client().completions.create(
                     model=MODEL, prompt=[5] * 20, max_tokens=29, stream=stream

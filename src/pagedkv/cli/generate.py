@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 import sys
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
+from pagedkv.cli.announcing import say
 from pagedkv.cli.extras import require_engine, require_structured
 from pagedkv.cli.model_options import (
     MEMORY,
@@ -200,8 +200,8 @@ def generate(
             max_tokens=max_tokens,
             length_penalty=1.0 if length_penalty is None else length_penalty,
         )
-    say = _silent if quiet else _to_stderr
-    say(f"loading {model}")
+    announce = _silent if quiet else say
+    announce(f"loading {model}")
     llm = LLM(
         model,
         gguf_file=gguf_file,
@@ -217,7 +217,7 @@ def generate(
         max_num_batched_tokens=max_num_batched_tokens,
         prefix_caching=prefix_caching,
         record=record,
-        announce=say,
+        announce=announce,
     )
     is_chat = not raw and bool(getattr(llm.tokenizer, "chat_template", None))
     if system is not None and not is_chat:
@@ -230,7 +230,7 @@ def generate(
         llm.generate(encoded, params, on_chunk=shown.add)
     if not quiet:
         for line in statistics_lines(llm.statistics()):
-            _to_stderr(line)
+            say(line)
     llm.close()
 
 
@@ -365,13 +365,6 @@ def _lines(file: Path) -> list[str]:
     except UnicodeDecodeError:
         raise InvalidInput(f"--prompts-file: {file} is not UTF-8 text") from None
     return [line for line in text.splitlines() if line.strip()]
-
-
-def _to_stderr(line: str) -> None:
-    if sys.stderr.isatty():  # elsewhere a line stays one, so that it can be searched for
-        width = shutil.get_terminal_size().columns
-        line = textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False)
-    print(line, file=sys.stderr, flush=True)
 
 
 def _silent(line: str) -> None:

@@ -125,6 +125,7 @@ class LLM:
         with _room_on(next(loaded.parameters()).device):
             paged = PagedModel(loaded, pack_weights=pack_weights, fused_layers=fused_layers)
         self.max_model_len = _max_model_len(paged, max_model_len)
+        self.max_num_seqs = max_num_seqs
         _check_batch(paged, config)
         is_asked = any(size is not None for size in (kv_memory, num_blocks, num_tokens))
         if kv_memory == AUTO:

@@ -423,9 +423,12 @@ def _write_chain_keys(
 
 
 def check_is_new(path: str | os.PathLike[str]) -> None:
-    """Raise `InvalidInput` for a file that exists: better before a model is loaded than after."""
+    """Raise `InvalidInput` for a file that exists, or whose folder does not: better before a model
+    is loaded than after."""
     if Path(path).exists():
         raise _exists(Path(path))
+    if not Path(path).parent.is_dir():
+        raise InvalidInput(f"recording {path}: there is no folder {Path(path).parent}")
 
 
 def _exists(path: Path) -> InvalidInput:

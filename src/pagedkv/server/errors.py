@@ -102,7 +102,8 @@ def from_invalid_input(error: InvalidInput, fields: Mapping[str, Any]) -> ApiErr
     param = first if first in fields else None
     if isinstance(error, NeverFits) or message.startswith("the prompt "):
         param = "messages" if "messages" in fields else "prompt"
-    return ApiError(400, message, param=param)
+    code = "context_length_exceeded" if isinstance(error, NeverFits) else None
+    return ApiError(400, message, param=param, code=code)
 
 
 async def answer_api_error(request: Request, error: Exception) -> Response:

@@ -102,6 +102,8 @@ def _begun(
     """The exchange with the engine for a request. Raises `ApiError`."""
     serving.check_vocabulary(ask.params.logit_bias or (), param="logit_bias")
     serving.check_vocabulary(ask.params.stop_token_ids, param="stop_token_ids")
+    has_best = getattr(body, "best_of", None) is not None
+    serving.check_samples(ask.params.n, param="best_of" if has_best else "n")
     for name in ("max_tokens", "max_completion_tokens"):
         if wanted := getattr(body, name, None):
             serving.check_room(max(map(len, prompts), default=0), wanted, param=name)

@@ -143,6 +143,11 @@ class Server(uvicorn.Server):
     def drain(self) -> None:
         """Let nobody in any more, and end when all have gone, or after the time for it."""
         self._serving.is_draining = True
+        if self._announce is not None and self._is_busy:
+            self._announce(
+                f"draining: answers under way have {self._drain_s:g} s to end; another signal ends "
+                "them now"
+            )
         self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:

@@ -162,6 +162,17 @@ class Serving:
             400, f"{param} has {told}: not 0 to {size - 1}, the model's vocabulary", param=param
         )
 
+    def check_samples(self, num_samples: int, *, param: str) -> None:
+        """Raise `ApiError` 400 for more samples of a prompt than can run at once, as they do."""
+        most = self.llm.max_num_seqs
+        if num_samples > most:
+            raise ApiError(
+                400,
+                f"{param} is {num_samples}: give at most {most}, since the samples of a prompt run "
+                "at once, and the server runs no more sequences",
+                param=param,
+            )
+
     def check_room(self, prompt_tokens: int, max_tokens: int, *, param: str) -> None:
         """Raise `ApiError` 400 where an answer that is asked for is longer than any can be.
 

@@ -72,11 +72,19 @@ def vllm_metrics(ours: Iterable[Metric], *, model_name: str) -> Iterator[Metric]
     sources.add_metric([model_name, "local_cache_hit"], cached)
     yield sources
     # Theirs count first admissions alone, too.
-    for theirs, name in (
-        ("vllm:prefix_cache_queries", "pagedkv_prefix_query_tokens_total"),
-        ("vllm:prefix_cache_hits", "pagedkv_prefix_hit_tokens_total"),
+    for theirs, text, name in (
+        (
+            "vllm:prefix_cache_queries",
+            "Tokens of prompts at their first admission.",
+            "pagedkv_prefix_query_tokens_total",
+        ),
+        (
+            "vllm:prefix_cache_hits",
+            "Of these, tokens that were found in the cache.",
+            "pagedkv_prefix_hit_tokens_total",
+        ),
     ):
-        family = CounterMetricFamily(theirs, "Tokens of first admissions.", labels=["model_name"])
+        family = CounterMetricFamily(theirs, text, labels=["model_name"])
         family.add_metric([model_name], values[name, "first"])
         yield family
     ended = CounterMetricFamily(
