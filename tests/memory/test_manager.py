@@ -428,6 +428,7 @@ BAD_CALLS: list[tuple[Call, str]] = [
     (lambda kv, a: kv.add_sequence([[1]]), r"token ids have shape \(1, 1\): give one dimension"),
     (lambda kv, a: kv.add_sequence(5), r"token ids have shape \(\): give one dimension"),
     (lambda kv, a: kv.add_sequence([1, [2]]), "token ids are not all integers"),
+    (lambda kv, a: kv.extend([a], [[1, [2]]]), "token ids are not all integers"),
     (lambda kv, a: kv.add_sequence([1], max_new_tokens=0), "max_new_tokens is 0: give 1 to"),
     (lambda kv, a: kv.add_sequence([1], max_new_tokens=1.5), "max_new_tokens is 1.5: give an int"),
     (lambda kv, a: kv.add_keyed_sequence(0, KEYS), "num_tokens is 0: give 1 to"),

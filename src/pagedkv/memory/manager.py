@@ -225,7 +225,7 @@ class KVCacheManager:
                 f"{len(named)} sequences, but tokens for {given}: give one id, or one list of "
                 "ids, for each sequence"
             )
-        if len(named) and np.ndim(token_ids[0]):
+        if len(named) and _is_list(token_ids[0]):
             return self._extend_ragged(named, token_ids)  # type: ignore[arg-type]
         if self._longest >= self._memory.tables.entries.shape[1] * self._block_size:
             self._longest = int(self._memory.tables.num_tokens.max())  # forget freed sequences
@@ -475,6 +475,14 @@ def _stride(width: int) -> int:
     Rows a power of two apart would all compete for the same few cache lines.
     """
     return (-(-width // 16) | 1) * 16
+
+
+def _is_list(ids: object) -> bool:
+    """Whether these are the ids of one sequence, and not one id."""
+    try:
+        return np.ndim(ids) > 0  # type: ignore[arg-type]
+    except ValueError:  # a list with lists in it
+        return True
 
 
 def _error(outcome: extension.Outcome) -> Exception:
