@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from pagedkv.server.chat_schema import Message
 from pagedkv.server.errors import ApiError
+from pagedkv.server.limits import MAX_TOOLS
+from pagedkv.server.tool_schema import Tool, check_tools
 
 
 class TokenizeRequest(BaseModel):
@@ -23,7 +25,7 @@ class TokenizeRequest(BaseModel):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
-    tools: list[Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
 
     def check(self) -> None:
         """Raise `ApiError` for bodies that have not one of both, or contradict themselves."""
@@ -35,13 +37,9 @@ class TokenizeRequest(BaseModel):
                 "the chat template brings its own special tokens: leave add_special_tokens out",
                 param="add_special_tokens",
             )
-        if self.tools:
-            raise ApiError(
-                400,
-                "tools is not supported: leave it out",
-                param="tools",
-                code="unsupported_parameter",
-            )
+        if self.tools and self.messages is None:
+            raise ApiError(400, "tools is for the messages of a chat: leave it out", param="tools")
+        check_tools(self.tools or ())
         for place, message in enumerate(self.messages or ()):
             message.check(place)
         if self.messages and self.add_generation_prompt and self.continue_final_message:
