@@ -4,7 +4,7 @@ from __future__ import annotations
 
 TOOL_TEMPLATE = (
     "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}\n{% endfor %}</tools>{% endif %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for m in messages %}<{{ m.role }}{{ ' ' + m.name if m.name }}>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}"
     "{{ '\n<tool_call>\n' }}"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'

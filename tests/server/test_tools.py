@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -178,6 +178,41 @@ def test_calls_that_the_model_writes_are_found(
     assert len(ids) == 4 * n and all(re.fullmatch("call_[0-9a-f]{32}", id) for id in ids)
 
 
+def test_an_answer_that_is_no_call_has_its_own_form(server: TinyServer) -> None:
+    class Answer(BaseModel):
+        rain: bool
+
+    class City(BaseModel):
+        city: Literal["Oslo", "Bonn"]
+
+    parse = server.client().chat.completions.parse
+    tools = [openai.pydantic_function_tool(City, name="weather")]
+    [tag] = server.llm.tokenizer("<")["input_ids"]
+    for bias, reason in ((-100, "stop"), (100, "tool_calls")):
+        options = {"response_format": Answer, "logit_bias": {str(tag): bias}}
+        [choice] = parse(**asked(tools=tools, **options)).choices
+        assert choice.finish_reason == reason
+        if reason == "stop":
+            assert isinstance(choice.message.parsed, Answer) and not choice.message.tool_calls
+        else:
+            assert choice.message.content is None and choice.message.tool_calls
+            for call in choice.message.tool_calls:
+                assert isinstance(call.function.parsed_arguments, City)
+
+
+def test_a_stream_that_waits_for_a_call_is_not_silent(server: TinyServer) -> None:
+    body = says(CALL, stream=True, temperature=0)
+    body.update(body.pop("extra_body"))
+    text = server.http().post("/v1/chat/completions", json=body).text
+    events = [part for part in text.split("\n\n") if part]
+    assert events.count(": keep-alive") > 5
+    told = [json.loads(e.removeprefix("data: ")) for e in events if e.startswith("data: {")]
+    assert [event["choices"][0]["delta"].keys() for event in told[:2]] == [
+        *({"role", "tool_calls"}, {"tool_calls"})
+    ]
+    assert told[-1]["choices"][0]["finish_reason"] == "tool_calls" and events[-1] == "data: [DONE]"
+
+
 def test_one_call_alone_where_several_are_not_wanted(server: TinyServer) -> None:
     create = server.client().chat.completions.create
     answer = create(**says(MANY, parallel_tool_calls=False))
@@ -271,9 +306,10 @@ def test_functions_and_calls_are_in_the_prompt(server: TinyServer) -> None:
     answers = [{"role": "tool", "tool_call_id": "call_1", "content": "Rain."}]
     text = prompt_of(server, messages=[*HELLO, called, *answers], tools=TOOLS)
     shown, rest = text.removeprefix("<tools>").split("</tools>")
-    assert [json.loads(line) for line in shown.splitlines()] == TOOLS
+    empty = {"type": "object", "properties": {}}
+    assert [json.loads(line) for line in shown.splitlines()] == [WEATHER, tool("time-now", empty)]
     none = '<tool_call>\n{"name": "time-now", "arguments": {}}\n</tool_call>'
-    assert rest == f"<user>Hello<assistant>\n{CALL}\n{none}<tool>Rain.<assistant>"
+    assert rest == f"<user>Hello<assistant>\n{CALL}\n{none}<tool weather>Rain.<assistant>"
     assert prompt_of(server, tools=[tool("f", strict=True)]).count("strict") == 0
     create = server.client().chat.completions.create
     for choice, body in (("auto", {"tools": TOOLS}), ("none", {})):
@@ -347,13 +383,12 @@ def called(arguments: str, **more: Any) -> list[Any]:
         ({"tool_choice": {"type": "allowed_tools"}}, "is not supported", "tool_choice"),
         (
             {"tool_choice": "required", "response_format": {"type": "json_object"}},
-            "response_format and tools both",
+            "response_format and tool_choice both",
             "response_format",
         ),
-        ({"response_format": {"type": "json_object"}}, "both say", "response_format"),
         (
             {"tool_choice": named("weather"), "extra_body": {"guided_regex": "a"}},
-            "guided_regex and tools both",
+            "guided_regex and tool_choice both",
             "guided_regex",
         ),
         (

@@ -165,23 +165,28 @@ class ChatRequest(ToolFields, SamplingFields):
         Raises `ApiError` where several do.
         """
         field = super().structured_field
-        is_limited = self.is_call_forced or field == "response_format"
-        if field is not None and self.offered and is_limited:
+        if not self.is_call_forced:
+            return field
+        if field is not None:
             raise ApiError(
                 400,
-                f"{field} and tools both say what form the answer has: give one, or set "
-                "tool_choice to none",
+                f"{field} and tool_choice both say what form the answer has: give one",
                 param=field,
             )
-        return "tools" if self.is_call_forced else field
+        return "tools"
 
     @property
     def structured(self) -> StructuredOutput | None:
-        """What the text must be; None where any will do. Raises `ApiError`."""
-        if self.structured_field != "tools":
-            return super().structured
+        """What the text must be; None where any will do. Raises `ApiError`.
+
+        A `response_format` is that of answers that call nothing; vLLM's fields are for all text.
+        """
+        field = self.structured_field
+        form = None if field == "tools" else super().structured
+        if field != "tools" and not (self.offered and field == "response_format"):
+            return form
         try:
-            return self.call_structure
+            return self.structured_calls(otherwise=form)
         except InvalidInput as problem:
             raise ApiError(400, f"tools: {problem}", param="tools") from None
 
@@ -203,16 +208,23 @@ class ChatRequest(ToolFields, SamplingFields):
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them; few of them know developers. Raises `ApiError`."""
+    """Messages as chat templates take them; few of them know developers. Raises `ApiError`.
+
+    What a function gave bears its name, which the call has and clients leave out.
+    """
     made = []
+    called: dict[str | None, str] = {}
     for place, message in enumerate(messages):
         role = "system" if message.role == "developer" else message.role
         shown: dict[str, Any] = {"role": role, "content": message.text}
         for name in ("name", "tool_call_id"):
             if getattr(message, name) is not None:
                 shown[name] = getattr(message, name)
+        if message.role == "tool" and message.tool_call_id in called:
+            shown.setdefault("name", called[message.tool_call_id])
         if message.tool_calls:
             shown["tool_calls"] = _template_calls(message.tool_calls, place)
+            called |= {call.id: call.function.name for call in message.tool_calls}
         made.append(shown)
     return made
 

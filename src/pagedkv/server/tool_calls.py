@@ -218,24 +218,27 @@ class ForcedCalls:
 _ORDER = (_HEAD, _MIDDLE, _TAIL)
 
 
-def call_grammar(schemas: Mapping[str, str], *, is_one: bool) -> str:
+def call_grammar(schemas: Mapping[str, str], otherwise: str | None = None, *, is_one: bool) -> str:
     """The grammar of answers that are calls of functions, each by the schema of its arguments.
 
-    `schemas`: of each function that may be called, as JSON. `is_one`: exactly one call, else one or
-    more.
+    `schemas`: of each function that may be called, as JSON. `otherwise`: of answers that call none,
+    if there may be such. `is_one`: exactly one call, else one or more.
     """
     functions = " | ".join(
         f"{json.dumps(name + _MIDDLE)} arguments_{place}" for place, name in enumerate(schemas)
     )
     lines = [
-        "start: call" + ("" if is_one else r' ("\n" call)*'),
+        "start: call" + ("" if is_one else r' ("\n" call)*') + (" | answer" if otherwise else ""),
         f"call: {json.dumps(_HEAD)} function {json.dumps(_TAIL)}",
         f"function: {functions}",
     ]
-    for place, schema in enumerate(schemas.values()):
+    parts = {f"arguments_{place}": schema for place, schema in enumerate(schemas.values())}
+    if otherwise:
+        parts["answer"] = otherwise
+    for name, schema in parts.items():
         whole = {**json.loads(schema), "x-guidance": {"whitespace_pattern": _WHITESPACE}}
         # No % in it: behind one the grammar's own words begin.
-        lines.append(f"arguments_{place}: %json " + json.dumps(whole).replace("%", r"\u0025"))
+        lines.append(f"{name}: %json " + json.dumps(whole).replace("%", r"\u0025"))
     return "\n".join(lines)
 
 

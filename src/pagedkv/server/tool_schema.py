@@ -74,7 +74,9 @@ class Tool(_OfFunctions):
         parts = ("name", "description", "parameters")
         given = {part: getattr(self.function, part) for part in parts}
         kept = {part: value for part, value in given.items() if value is not None}
-        return {"type": "function", "function": kept}
+        # Some templates look into what need not be there.
+        function = {"description": "", "parameters": {"type": "object", "properties": {}}, **kept}
+        return {"type": "function", "function": {part: function[part] for part in parts}}
 
 
 class ChosenFunction(BaseModel):
@@ -153,12 +155,12 @@ class ToolFields(BaseModel):
             name = self.tool_choice.function.name[:64]
             raise ApiError(400, f"tool_choice: no tool is called {name!r}", param="tool_choice")
 
-    @property
-    def call_structure(self) -> StructuredOutput:
-        """What an answer that must be a call is. Raises `InvalidInput`."""
+    def structured_calls(self, *, otherwise: StructuredOutput | None) -> StructuredOutput:
+        """What an answer is that must be calls, or else JSON. Raises `InvalidInput`."""
         schemas = {tool.function.name: tool.argument_schema() for tool in self._callable}
         is_one = self.parallel_tool_calls is False or isinstance(self.tool_choice, ToolChoice)
-        return StructuredOutput(grammar=call_grammar(schemas, is_one=is_one))
+        answer = None if otherwise is None else otherwise.text
+        return StructuredOutput(grammar=call_grammar(schemas, answer, is_one=is_one))
 
     def call_reader(self) -> CallReader | None:
         """What finds the calls in an answer; None where there are none to be found."""
