@@ -8,7 +8,12 @@ from collections.abc import Collection
 from typing import Any
 
 _CALL = re.compile(
-    r'\s*<tool_call>(\s*\{(?:"(?:\\.|[^"\\\n])*(?:["\n]|\Z)|[^"])*?)</tool_call>', re.DOTALL
+    r"""
+    \s{0,64}<tool_call>
+    (?P<body> \s*\{ (?: "(?:\\.|[^"\\\n])*["\n] | [^"] )*? )  # strings, and what is none
+    (?: (?P<close></tool_call>) | (?:"(?:\\.|[^"\\\n])*\\?)?\Z )
+    """,
+    re.DOTALL | re.VERBOSE,
 )
 
 
@@ -16,7 +21,7 @@ def called_text(text: str, names: Collection[str]) -> tuple[str, list[tuple[str,
     """The content of a text that has ended, and its calls: names and arguments."""
     content, calls, at, is_behind_call = "", [], 0, False
     for found in _CALL.finditer(text):
-        call = _call(found[1], names)
+        call = _call(found["body"], names) if found["close"] else None
         before = text[at : found.start()]
         if call is None:
             content += before + found[0]
@@ -27,7 +32,8 @@ def called_text(text: str, names: Collection[str]) -> tuple[str, list[tuple[str,
             is_behind_call = True
         at = found.end()
     rest = text[at:]
-    return content + ("" if is_behind_call and rest.isspace() else rest), calls
+    is_space = rest.isspace() and len(rest) <= 64
+    return content + ("" if is_behind_call and is_space else rest), calls
 
 
 def _call(body: str, names: Collection[str]) -> tuple[str, Any] | None:

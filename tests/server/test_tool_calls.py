@@ -30,7 +30,18 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 WORDS = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "<tool", "_call>", "</", "<", ">", "{", "}", '"', "\\"),
-        *("\n", " ", "\n\n", "text", "é", "\\n", '{"name": "f", "arguments": {', "}}", '"x": '),
+        *(
+            "\n",
+            " ",
+            "\n\n",
+            " " * 50,
+            "text",
+            "é",
+            "\\n",
+            '{"name": "f", "arguments": {',
+            "}}",
+            '"x": ',
+        ),
         *(CALL, CALL[:-12], CALL[11:], CALL.replace("f", "get_it"), CALL.replace("f", "g")),
         '<tool_call>{"arguments": {"</tool_call>": "\\"</tool_call>"}, "name": "get_it"}',
         '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
@@ -70,6 +81,9 @@ def parsed(calls: list[tuple[str, str]]) -> list[tuple[str, Any]]:
 @given(TEXTS, st.lists(st.integers(0, 400), max_size=30))
 @example(f"<tool_call>{CALL} <tool_call> {{{CALL}", [3, 12])
 @example('<tool_call>{"a\n</tool_call>' + CALL, [])
+@example('<tool_call>{"a' + CALL.replace("\n", ""), [])
+@example('<tool_call>{"a": "' + CALL.replace("\n", "") + '"\\', [])
+@example(CALL + " " * 65 + CALL + " " * 65, [100, 120])
 @example('<tool_call>{"a\\\n</tool_call>' + CALL, [])
 def test_calls_are_those_of_the_whole_text_however_it_is_cut(text: str, places: list[int]) -> None:
     expected, calls = called_text(text, NAMES)

@@ -444,6 +444,22 @@ def test_a_model_that_knows_no_functions_says_so(without: TinyServer) -> None:
     assert create(**asked(tool_choice="none", max_tokens=3)).choices[0].message.content
 
 
+def test_tags_that_are_special_tokens_are_seen() -> None:
+    tokenizer = json_tokenizer()
+    tags = ["<tool_call>", "</tool_call>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": tags})
+    tokenizer.chat_template = TOOL_TEMPLATE
+    [tag, _] = tokenizer.convert_tokens_to_ids(tags)
+    model = tiny_model("llama", vocab_size=VOCABULARY)
+    with tiny_server(model=model, tokenizer=tokenizer) as special:
+        create = special.client().chat.completions.create
+        options = asked(tools=[TIME], max_tokens=2, logit_bias={str(tag): 100})
+        for body, text in (({}, "<tool_call>" * 2), ({"skip_special_tokens": True}, "")):
+            assert create(**options, extra_body=body).choices[0].message.content == text
+        [choice] = create(**asked(tools=[TIME], tool_choice=named("time-now"))).choices
+        assert calls_of(choice.message) == [("time-now", {})]
+
+
 def test_a_model_that_writes_calls_in_another_form_says_so() -> None:
     tokenizer = json_tokenizer()
     model = tiny_model("llama", vocab_size=VOCABULARY)

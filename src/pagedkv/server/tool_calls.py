@@ -16,6 +16,9 @@ from typing import Any, Protocol, TypeAlias
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
+MAX_SPACE = 64
+"""Characters of whitespace that wait for what follows them."""
+
 _HEAD, _MIDDLE, _TAIL = OPEN + '\n{"name": "', '", "arguments": ', "}\n" + CLOSE
 """Around the name and the arguments of a call that a grammar forces."""
 
@@ -68,8 +71,9 @@ class FreeCalls:
 
     A call is JSON between two tags, with the name of one of `names` and an object as arguments, and
     nothing else. Whatever else stands between tags stays content, tags included, and so does a call
-    without an end. Whitespace around calls is theirs: it is no content before a call, or where
-    nothing but calls came before the end. Calls after the first `max_calls` are left out.
+    without an end. Whitespace before a call is a part of it, and so is that behind the last one if
+    nothing else follows; at most `MAX_SPACE` characters. Calls after the first `max_calls` are left
+    out.
 
     Content waits as long as it may be the beginning of a tag, or of the whitespace before one.
     """
@@ -111,7 +115,7 @@ class FreeCalls:
         before, tag, rest = text.partition(OPEN)
         if not tag:
             before = text[: len(text) - _num_held(text, OPEN)]
-        before = before.rstrip()
+        before = before[: max(len(before.rstrip()), len(before) - MAX_SPACE)]
         yield from self._content(before)
         self._held = "" if tag else text[len(before) :]
         if tag:
@@ -152,7 +156,7 @@ class FreeCalls:
     def _call(self, tag: str, body: str) -> Iterator[Said]:
         """What stands between an opening tag and a closing one."""
         try:
-            call = json.loads(body, parse_constant=_refuse)
+            call = json.loads(body)
             name, arguments = call["name"], call["arguments"]
             if len(call) > 2 or name not in self._names or not isinstance(arguments, dict):
                 raise ValueError
@@ -274,7 +278,3 @@ def _num_held(text: str, mark: str) -> int:
     """The length of the longest end of `text` that is a beginning of `mark`, and not all of it."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(constant)

@@ -7,6 +7,8 @@ from typing import Any
 
 from pagedkv.server.tool_calls import Arguments, CallBegun, CallReader, Content, Said
 
+_SLICE = 1_024
+
 
 class CallDeltas:
     """What the events of a stream add to one choice, in which functions may be called."""
@@ -43,7 +45,9 @@ def called_message(reader: CallReader, text: str) -> dict[str, Any]:
     """The content of a whole answer and its calls, as a message has them."""
     content = ""
     calls: list[dict[str, Any]] = []
-    for said in (*reader.append(text), *reader.end()):
+    # In slices: after each call readers look at all that is left of a piece.
+    slices = (text[place : place + _SLICE] for place in range(0, len(text), _SLICE))
+    for said in (*(s for piece in slices for s in reader.append(piece)), *reader.end()):
         if isinstance(said, Content):
             content += said.text
         elif isinstance(said, CallBegun):
