@@ -218,6 +218,20 @@ def test_who_has_its_last_token_coming_computes_nothing_more() -> None:
     assert run.scheduler.is_idle
 
 
+def test_who_has_all_tokens_is_to_be_finished_before_another_step_is_decided_ahead() -> None:
+    made = Run().scheduler
+    [full] = made.add([1, 2], max_new_tokens=1)
+    [other] = made.add([3, 4], max_new_tokens=5)
+    made.schedule()
+    assert made.schedule_ahead() is not None
+    made.commit([5, 6])
+    with pytest.raises(InvalidInput, match=f"sequence {full} has all of its 3 tokens"):
+        made.schedule_ahead()
+    made.finish([full])
+    ahead = made.schedule_ahead()
+    assert ahead is not None and ahead.due.tolist() == [other]
+
+
 def test_whoever_stops_early_has_its_blocks_back_before_the_next_step_is_decided() -> None:
     prompt = next(
         [i, j] for i in range(1, 5) for j in range(1, 5) if said_alone([i, j], 1, 0) == [STOP]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from models.token_storage import TokenStorage
 from pagedkv.errors import InvalidInput, NeverFits, UnknownSequence
-from pagedkv.scheduling.continuous import Scheduler
+from pagedkv.scheduling.continuous import COLUMNS, Scheduler
 from pagedkv.scheduling.limits import SchedulerConfig
 
 
@@ -317,6 +317,39 @@ def test_a_sample_that_was_to_end_after_its_fork_ends_with_whom_it_would_have_fo
     assert scheduler.statistics().used_blocks == 0
 
 
+@pytest.mark.parametrize("is_scheduled", [False, True])
+def test_samples_end_with_whom_they_would_have_forked_from(is_scheduled: bool) -> None:
+    made = scheduler()
+    samples = made.add([1, 2, 3], max_new_tokens=4, num_samples=3)
+    if is_scheduled:
+        made.schedule()
+    made.finish(samples[:1])
+    if is_scheduled:
+        made.commit([9, 9, 9])
+    assert not made.arrays.is_alive.any()
+    for sample in samples:
+        with pytest.raises(UnknownSequence):
+            made.cancel([sample])
+    with pytest.raises(InvalidInput, match="sequence is None: give an integer"):
+        made.cancel([None])  # type: ignore[list-item]
+    assert made.is_idle
+    made.verify()
+
+
+@pytest.mark.parametrize("end", ["cancel", "finish"])
+def test_who_ends_takes_nobody_along_who_has_the_columns_of_its_samples(end: str) -> None:
+    run = Written(scheduler(64))
+    samples = run.add([1, 2, 3], 9, samples=3)
+    run.step()
+    run.cancel(samples[1:])
+    others = run.add([4, 2, 3], 5, samples=2)
+    columns = [s % COLUMNS for s in samples[1:]]
+    assert [s % COLUMNS for s in others] == columns  # or this tests nothing
+    getattr(run.scheduler, end)(samples[:1])
+    run.finish_all()
+    assert [run.tokens[s] for s in others] == [alone([4, 2, 3], 5, i) for i in range(2)]
+
+
 def test_an_abandoned_step_publishes_nothing_and_leaves_the_others() -> None:
     run = Written(scheduler(seats=2, budget=64))
     prompt = [1, 2, 3, 4, 0, 1, 2, 3, 4]
@@ -386,6 +419,9 @@ def test_namespaces_share_nothing() -> None:
         ([2**32], {}, "token id"),
         ([0.5], {}, "integers"),
         ([1], {"max_new_tokens": 0}, "at least 1"),
+        ([[1], 2], {}, "not all integers"),
+        ([1], {"max_new_tokens": 1.5}, "max_new_tokens is 1.5: give an integer"),
+        ([1], {"num_samples": True}, "the number of samples is True: give an integer"),
         ([1] * 190, {"max_new_tokens": 11}, "more than the model's maximum, 200"),
         ([1], {"num_samples": 9}, "max_num_seqs is 8"),
     ],
@@ -411,9 +447,26 @@ def test_commit_wants_a_token_for_each_sequence_that_is_due_one() -> None:
         made.commit([1, 2])
     with pytest.raises(InvalidInput, match="token id"):
         made.commit([-1])
+    with pytest.raises(InvalidInput, match="tokens are float64: give integers"):
+        made.commit([0.5])
     with pytest.raises(InvalidInput, match="under way"):
         made.schedule()
     made.commit([1])
+
+
+def test_who_has_all_tokens_is_to_be_finished_before_the_next_step() -> None:
+    made = scheduler()
+    [full] = made.add([1, 2], max_new_tokens=1)
+    [other] = made.add([3, 4], max_new_tokens=3)
+    made.schedule()
+    made.commit([5, 6])
+    with pytest.raises(InvalidInput, match=f"sequence {full} has all of its 3 tokens: finish it"):
+        made.schedule()
+    made.finish([full])
+    assert made.schedule().due.tolist() == [other]
+    made.commit([7])
+    assert made.token_ids(other).tolist() == [3, 4, 6, 7]
+    made.verify()
 
 
 def test_sixty_four_groups_of_eight_share_what_can_be_shared_by_hand() -> None:

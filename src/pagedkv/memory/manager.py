@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from pagedkv.errors import BrokenLaw, InvalidInput, NeverFits, OutOfBlocks, UnknownSequence
-from pagedkv.memory import address, allocation, block_key, block_table, calls, extension, laws
+from pagedkv.memory import (
+    address,
+    allocation,
+    arguments,
+    block_key,
+    block_table,
+    calls,
+    extension,
+    laws,
+)
 from pagedkv.memory.block_key import Namespace
 from pagedkv.memory.blocks import CACHED, EVICTED, FREE, PUBLICATIONS
 
 Sequences: TypeAlias = Sequence[int] | NDArray[np.int64]
 TokenIds: TypeAlias = Sequence[int] | NDArray[np.integer]
-
-_MAX_BLOCKS = 2**31 - 2
-_NO_LIMIT = 2**62
-_INT64_MAX = 2**63 - 1
 
 
 class Step(NamedTuple):
@@ -101,9 +105,9 @@ class KVCacheManager:
         prefix_caching: bool = True,
         secret: bytes | None = None,
     ) -> None:
-        num_blocks = _count("num_blocks", num_blocks, 1, _MAX_BLOCKS)
-        block_size = _count("block_size", block_size, 1, 2**20)
-        secret = os.urandom(16) if secret is None else _secret_of(secret)
+        num_blocks = arguments.as_count("num_blocks", num_blocks, 1, arguments.MAX_BLOCKS)
+        block_size = arguments.as_count("block_size", block_size, 1, arguments.MAX_BLOCK_SIZE)
+        secret = os.urandom(16) if secret is None else arguments.as_secret(secret)
         self._block_size = block_size
         self._caching = prefix_caching
         self._secret = np.frombuffer(secret, dtype="<u8").astype(np.uint64)
@@ -152,14 +156,16 @@ class KVCacheManager:
         all blocks hold; `InvalidInput` for no tokens or an id outside 0 to 2**32 - 1. O(1) a
         block.
         """
-        ids = _as_integers("token ids", token_ids)
+        ids = arguments.as_integers("token ids", token_ids)
         if len(ids) == 0:
             raise InvalidInput("a sequence needs at least one token")
         most = len(ids)
         if max_new_tokens is None:
-            max_new_tokens = _NO_LIMIT
+            max_new_tokens = arguments.MAX_TOKENS
         else:
-            max_new_tokens = _count("max_new_tokens", max_new_tokens, 1, _NO_LIMIT)
+            max_new_tokens = arguments.as_count(
+                "max_new_tokens", max_new_tokens, 1, arguments.MAX_TOKENS
+            )
             if max_new_tokens < most:  # a part of it may fit where all of it never does
                 most = min(most, self.num_blocks * self._block_size)
         root = self._root if namespace is None else block_key.root_key(self._secret, namespace)
@@ -189,8 +195,8 @@ class KVCacheManager:
         Raises `OutOfBlocks`; `NeverFits` for more tokens than all blocks hold; `InvalidInput` for
         more keys than full blocks. O(1) a block.
         """
-        num_tokens = _count("num_tokens", num_tokens, 1, _NO_LIMIT)
-        keys = _as_keys(block_keys)
+        num_tokens = arguments.as_count("num_tokens", num_tokens, 1, arguments.MAX_TOKENS)
+        keys = arguments.as_keys(block_keys)
         if keys.ndim != 2 or keys.shape[1] != 2 or len(keys) > num_tokens // self._block_size:
             raise InvalidInput(
                 f"block_keys has shape {keys.shape}: give [k, 2] with k at most "
@@ -212,7 +218,7 @@ class KVCacheManager:
         would be larger than the whole memory; `UnknownSequence`; `InvalidInput` for a sequence
         named twice or a bad id. O(1) a block; one compiled call.
         """
-        named = _as_integers("sequences", sequences)
+        named = arguments.as_integers("sequences", sequences)
         if not hasattr(token_ids, "__getitem__") or len(token_ids) != len(named):
             given = len(token_ids) if hasattr(token_ids, "__len__") else repr(token_ids)
             raise InvalidInput(
@@ -228,7 +234,7 @@ class KVCacheManager:
             self._state,
             self._secret,
             named,
-            _as_integers("token ids", token_ids),  # type: ignore[arg-type]
+            arguments.as_integers("token ids", token_ids),  # type: ignore[arg-type]
             self._block_size,
             self._caching,
         )
@@ -246,11 +252,11 @@ class KVCacheManager:
         Raises `UnknownSequence`, or `InvalidInput` for a count below the last one or above the
         tokens held; then nothing is published.
         """
-        named = _as_integers("sequences", sequences)
+        named = arguments.as_integers("sequences", sequences)
         if num_computed is None:
             status, fault = calls.commit_all(self._state, named, self._block_size)
         else:
-            counts = _as_integers("num_computed", num_computed)
+            counts = arguments.as_integers("num_computed", num_computed)
             if len(counts) != len(named):
                 raise InvalidInput(f"{len(named)} sequences, but {len(counts)} counts of tokens")
             status, fault = calls.commit(self._state, named, counts, self._block_size)
@@ -310,7 +316,7 @@ class KVCacheManager:
         Raises `InvalidInput` for a token that the sequence does not hold.
         """
         row = self._row(sequence)
-        token = _integer("token", token)
+        token = arguments.as_integer("token", token)
         self._check_tokens(sequence, row, token, token + 1)
         return address.translate(self._memory.tables.entries[row], token, self._block_size)
 
@@ -320,11 +326,11 @@ class KVCacheManager:
         Raises `InvalidInput` for tokens that the sequence does not hold.
         """
         row = self._row(sequence)
-        start = _integer("start", start)
+        start = arguments.as_integer("start", start)
         if stop is None:
             stop = int(self._memory.tables.num_tokens[row])
         else:
-            stop = _integer("stop", stop)
+            stop = arguments.as_integer("stop", stop)
         self._check_tokens(sequence, row, start, stop)
         slots = np.empty(stop - start, dtype=np.int64)
         entries = self._memory.tables.entries
@@ -333,7 +339,8 @@ class KVCacheManager:
 
     def ref_count(self, block: int) -> int:
         """Block-table entries that name `block`."""
-        return int(self._memory.pool.ref_count[_count("block", block, 0, self.num_blocks - 1)])
+        block = arguments.as_count("block", block, 0, self.num_blocks - 1)
+        return int(self._memory.pool.ref_count[block])
 
     def statistics(self) -> Statistics:
         """What the memory holds and what happened; a few microseconds, nothing is recounted."""
@@ -365,7 +372,7 @@ class KVCacheManager:
             raise BrokenLaw(broken)
 
     def _extend_ragged(self, named: NDArray[np.int64], token_ids: Sequence[TokenIds]) -> Step:
-        parts = [_as_integers("token ids", ids) for ids in token_ids]
+        parts = [arguments.as_integers("token ids", ids) for ids in token_ids]
         counts = np.array([len(part) for part in parts], dtype=np.int64)
         rows = np.empty(len(named), dtype=np.int64)
         status, fault = calls.find_rows(self._state, named, rows)
@@ -421,7 +428,7 @@ class KVCacheManager:
         return int(sequence)
 
     def _row(self, sequence: int) -> int:
-        number = _integer("sequence", sequence)
+        number = arguments.as_integer("sequence", sequence)
         row, generation = number % block_table.ROWS, number // block_table.ROWS
         tables = self._memory.tables
         if (
@@ -468,67 +475,6 @@ def _stride(width: int) -> int:
     Rows a power of two apart would all compete for the same few cache lines.
     """
     return (-(-width // 16) | 1) * 16
-
-
-def _as_integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
-    """`values` as compiled code takes them: int64 [n], contiguous, writable.
-
-    An array that is so comes back itself. Others are copied, since every other kind of array
-    would be compiled for anew.
-    """
-    try:
-        array = np.asarray(values)
-    except ValueError:  # some are lists
-        raise InvalidInput(f"{name} are not all integers: give one list of integers") from None
-    if array.dtype != np.int64:
-        if array.dtype.kind not in "iu" and array.size:
-            raise InvalidInput(f"{name} are {array.dtype}: give integers")
-        if array.dtype == np.uint64 and array.size and int(array.max()) > _INT64_MAX:
-            raise InvalidInput(f"{name} go up to {array.max()}: give at most {_INT64_MAX}")
-        array = array.astype(np.int64)
-    if array.ndim != 1:
-        raise InvalidInput(f"{name} have shape {array.shape}: give one dimension")
-    return array if array.flags.carray else array.copy()
-
-
-def _as_keys(block_keys: ArrayLike) -> NDArray[np.uint64]:
-    """`block_keys` as compiled code takes them; the caller checks the shape."""
-    keys = np.asarray(block_keys)
-    if keys.dtype != np.uint64:
-        if keys.dtype.kind not in "iu" and keys.size:
-            raise InvalidInput(f"block_keys are {keys.dtype}: give uint64")
-        if keys.size and keys.min() < 0:
-            raise InvalidInput(f"block_keys hold {keys.min()}: give uint64")
-        keys = keys.astype(np.uint64)
-    if keys.size == 0:
-        keys = keys.reshape(0, 2)
-    return keys if keys.flags.carray else keys.copy()
-
-
-def _secret_of(given: object) -> bytes:
-    if not isinstance(given, bytes) or len(given) != 16:
-        size = f"{len(given)} bytes" if isinstance(given, bytes) else type(given).__name__
-        raise InvalidInput(f"secret is {size}: give 16 bytes")
-    return given
-
-
-def _integer(name: str, value: int) -> int:
-    """`value` as a Python int: NumPy's integers would each be compiled for anew."""
-    if type(value) is int:  # so a bool, which is an int too, is looked at more closely
-        return value
-    try:
-        if not isinstance(value, bool):
-            return int(operator.index(value))
-    except TypeError:
-        pass
-    raise InvalidInput(f"{name} is {value!r}: give an integer")
-
-
-def _count(name: str, value: int, least: int, most: int) -> int:
-    number = _integer(name, value)
-    if not least <= number <= most:
-        raise InvalidInput(f"{name} is {number}: give {least} to {most}")
-    return number
 
 
 def _error(outcome: extension.Outcome) -> Exception:

@@ -33,7 +33,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from pagedkv.compiling import compiled_in_place
 from pagedkv.errors import BrokenLaw, InvalidInput, NeverFits, UnknownSequence
-from pagedkv.memory import allocation, laws
+from pagedkv.memory import allocation, arguments, laws
 from pagedkv.memory.address import write_slots
 from pagedkv.memory.allocation import Memory, make_memory
 from pagedkv.memory.block_key import MAX_TOKEN_ID, Namespace, block_key, root_key
@@ -210,17 +210,10 @@ class Scheduler:
         prefix_caching: bool = True,
         secret: bytes | None = None,
     ) -> None:
-        for name, value in (
-            ("num_blocks", num_blocks),
-            ("block_size", block_size),
-            ("max_model_len", max_model_len),
-        ):
-            if value < 1:
-                raise InvalidInput(f"{name} is {value}: give at least 1")
-        if secret is None:
-            secret = os.urandom(16)
-        if len(secret) != 16:
-            raise InvalidInput(f"secret is {len(secret)} bytes: give 16 bytes")
+        num_blocks = arguments.as_count("num_blocks", num_blocks, 1, arguments.MAX_BLOCKS)
+        block_size = arguments.as_count("block_size", block_size, 1, arguments.MAX_BLOCK_SIZE)
+        max_model_len = arguments.as_count("max_model_len", max_model_len, 1, arguments.MAX_TOKENS)
+        secret = os.urandom(16) if secret is None else arguments.as_secret(secret)
         self.config = config
         self.block_size = block_size
         self.max_model_len = max_model_len
@@ -368,8 +361,8 @@ class Scheduler:
         one search or not all computed, and for too many to come; then nothing is changed.
         """
         columns = [self._column(s) for s in beams]
-        come_from = np.ascontiguousarray(parents, dtype=np.int64)
-        said = np.ascontiguousarray(token_ids, dtype=np.int64)
+        come_from = arguments.as_integers("parents", parents)
+        said = arguments.as_integers("token ids", token_ids)
         self._check_branching(columns, come_from, said)
         search = int(self._search[columns[0]])
         num_places = 1 + int(self._sequences.num_followers[search])
@@ -437,6 +430,8 @@ class Scheduler:
     ) -> int:
         """Fill `count` columns in a row for a request; returns the first. See `add`."""
         name = name or "with " + f"{len(ids)} prompt tokens"
+        max_new_tokens = arguments.as_integer("max_new_tokens", max_new_tokens)
+        count = arguments.as_integer(f"the number of {of_what}", count)
         if max_new_tokens < 1 or count < 1:
             raise InvalidInput(
                 f"request {name} asks for {max_new_tokens} new tokens and {count} {of_what}: "
@@ -473,17 +468,19 @@ class Scheduler:
             count,
             total,
             self.block_size,
-            self.prefix_caching and reuse,
+            bool(self.prefix_caching and reuse),
         )
         return first
 
     def schedule(self) -> Batch:
         """Decide the next step; its blocks are taken, and what it will write is in the `Batch`.
 
-        Empty if nobody can compute. Raises `InvalidInput` if a step is under way.
+        Empty if nobody can compute. Raises `InvalidInput` if a step is under way, or where a
+        sequence has all of its tokens and was not finished.
         """
         if self._under_way:
             raise InvalidInput("a step is under way: commit or abandon it first")
+        self._check_unfinished()
         plan = self._plans[0]
         scheduler.schedule(self._memory, self._sequences, self._queues, plan, self._limits)
         self._newest = plan
@@ -502,7 +499,8 @@ class Scheduler:
         None, and nothing is decided, where it is better to wait: for beams, which choose
         together; where somebody would have to give way; where nobody can compute.
 
-        Raises `InvalidInput` unless exactly one step is under way.
+        Raises `InvalidInput` unless exactly one step is under way, or where a sequence has all of
+        its tokens and was not finished.
         """
         if len(self._under_way) != 1:
             raise InvalidInput(f"{len(self._under_way)} steps are under way: this is for one")
@@ -510,6 +508,7 @@ class Scheduler:
             return None
         doomed, self._doomed = sorted(self._doomed), set()
         self._end(doomed)
+        self._check_unfinished()
         running = self._under_way[0]
         self._forget_ended(running)
         plan, sequences, queues = running.plan, self._sequences, self._queues
@@ -529,6 +528,20 @@ class Scheduler:
         if plan.counters[SCHEDULED] == 0:
             return None
         return self._begin(plan)
+
+    def _check_unfinished(self) -> None:
+        """Nobody who runs has all tokens: there is no room to write down another."""
+        sequences, queues = self._sequences, self._queues
+        running = queues.running[: queues.counters[RUNNING_SIZE]]
+        is_full = sequences.num_tokens[running] >= sequences.total_tokens[running]
+        if not is_full.any():
+            return
+        full = running[is_full & ~sequences.is_beam[running]]  # beams are looked at in `branch`
+        if len(full):
+            raise InvalidInput(
+                f"sequence {self._numbers(full)[0]} has all of its "
+                f"{sequences.total_tokens[full[0]]} tokens: finish it before the next step"
+            )
 
     def _await_tokens(self, columns: NDArray[np.int64]) -> None:
         """The last token of each of these is not known yet."""
@@ -613,7 +626,7 @@ class Scheduler:
             raise InvalidInput("no step is under way: schedule one first")
         step = self._under_way[0]
         due = step.due
-        said = np.ascontiguousarray(tokens, dtype=np.int64)
+        said = arguments.as_integers("tokens", tokens)
         if said.shape != due.shape:
             raise InvalidInput(f"{said.size} tokens, but {len(due)} sequences are due one")
         is_here = self._is_here(step, due)
@@ -692,11 +705,11 @@ class Scheduler:
     def finish(self, sequences: Iterable[int]) -> None:
         """These sequences have said all; their blocks come back, and cached ones can be hit.
 
-        With a beam all of its search ends.
+        Samples that were to fork from them end too, and with a beam all of its search.
 
         Raises `UnknownSequence`, for one that ended already too, and then ends none of them.
         """
-        self._leave(self._with_beams([self._column(s) for s in sequences]))
+        self._leave(self._with_followers([self._column(s) for s in sequences]))
 
     def cancel(self, sequences: Iterable[int]) -> None:
         """Nobody wants these sequences any more, whether they wait or run.
@@ -763,28 +776,27 @@ class Scheduler:
             raise BrokenLaw(broken)
 
     def _checked_ids(self, token_ids: ArrayLike) -> NDArray[np.int64]:
-        ids = np.asarray(token_ids)
-        if ids.ndim != 1 or len(ids) == 0:
+        ids = arguments.as_integers("token ids", token_ids)
+        if len(ids) == 0:
             raise InvalidInput("a prompt needs at least one token")
-        if ids.dtype.kind not in "iu":
-            raise InvalidInput(f"token ids are {ids.dtype}: give integers")
         if int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN_ID:
             raise InvalidInput(f"a token id is not 0 to {MAX_TOKEN_ID}")
-        return np.ascontiguousarray(ids, dtype=np.int64)
+        return ids
 
     def _numbers(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
         numbers: NDArray[np.int64] = columns + COLUMNS * self._generation[columns]
         return numbers
 
     def _column(self, sequence: int) -> int:
-        column, generation = int(sequence) % COLUMNS, int(sequence) // COLUMNS
+        sequence = arguments.as_integer("sequence", sequence)
+        column, generation = sequence % COLUMNS, sequence // COLUMNS
         if (
             not 0 <= column < len(self._alive)
             or not self._alive[column]
             or self._generation[column] != generation
             or column in self._doomed
         ):
-            raise UnknownSequence(int(sequence))
+            raise UnknownSequence(sequence)
         return column
 
     def _with_followers(self, columns: list[int]) -> list[int]:
@@ -792,6 +804,8 @@ class Scheduler:
         sequences = self._sequences
         everyone = dict.fromkeys(self._with_beams(columns))
         for s in columns:
+            if sequences.num_tokens[s] > sequences.prompt_tokens[s]:
+                continue  # they have, and where one has ended its column may be another's
             for follower in range(s + 1, s + 1 + int(sequences.num_followers[s])):
                 if self._alive[follower] and sequences.state[follower] == EXPECTED:
                     everyone[follower] = None

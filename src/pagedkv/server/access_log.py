@@ -134,8 +134,8 @@ class Noted:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        note = RequestNote(scope["headers"])
-        scope.setdefault("state", {})["note"] = note
+        # There is one where the request was answered before this was called.
+        note = scope.setdefault("state", {}).setdefault("note", RequestNote(scope["headers"]))
         begun_s = self._clock()
         status: int | None = None
 

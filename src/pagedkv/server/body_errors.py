@@ -10,6 +10,9 @@ from pagedkv.server.errors import ApiError
 UNSUPPORTED = "unsupported"
 """The kind of a schema's error that is to ask for what others can do and this server cannot."""
 
+TOO_MANY_VALUES = "too_many_values"
+"""The kind of a schema's error that is to have more in it than any request needs."""
+
 _MOST_CHARACTERS = 500
 
 
@@ -29,7 +32,7 @@ def from_validation(errors: Sequence[Any], fields: Container[str], body: Any) ->
     error, param = errors[chosen], ".".join(places[chosen])
     if error["type"] == "json_invalid":
         return ApiError(400, _no_json(error["ctx"]["error"], str(body), error["loc"][-1]))
-    if tuple(error["loc"]) == ("body",):
+    if tuple(error["loc"]) == ("body",) and error["type"] != TOO_MANY_VALUES:
         return ApiError(400, _no_object(error))
     problem = str(error["msg"])
     if error["type"] == "extra_forbidden":

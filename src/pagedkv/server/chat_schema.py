@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from pagedkv.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from pagedkv.engine.structured_output import StructuredOutput
 from pagedkv.errors import InvalidInput
 from pagedkv.server.body_errors import UNSUPPORTED
+from pagedkv.server.body_schema import Body, ListOf
 from pagedkv.server.errors import ApiError
 from pagedkv.server.sampling_schema import SamplingFields
 from pagedkv.server.tool_schema import ToolCall, ToolFields
 
 
-class TextPart(BaseModel):
+class TextPart(Body):
     """A piece of a message's content."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"]
     text: str
@@ -38,17 +37,15 @@ class TextPart(BaseModel):
         return part
 
 
-class Message(BaseModel):
+class Message(Body):
     """A message of a chat: what a client wrote, or an answer as its library dumps it."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | ListOf[TextPart] | None = None
     name: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: ListOf[ToolCall] | None = None
     tool_call_id: str | None = None
     parsed: Any = None  # of OpenAI's client, which made it of the content
 
@@ -92,7 +89,7 @@ class Message(BaseModel):
 class ChatRequest(ToolFields, SamplingFields):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[ListOf[Message], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from pagedkv.server.body_schema import ListOf
 from pagedkv.server.errors import ApiError
 from pagedkv.server.sampling_schema import SamplingFields
 
@@ -19,9 +20,9 @@ class CompletionRequest(SamplingFields):
 
     prompt: (
         str
-        | Annotated[list[int], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[list[int]], Field(min_length=1)]
+        | Annotated[ListOf[int], Field(min_length=1)]
+        | Annotated[ListOf[str], Field(min_length=1)]
+        | Annotated[ListOf[ListOf[int]], Field(min_length=1)]
     )
     best_of: int | None = None
     echo: bool = False

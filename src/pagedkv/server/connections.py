@@ -60,6 +60,8 @@ def bounded_protocol(
             self._stuck_timer: asyncio.TimerHandle | None = None
             self._head_bytes = 0
             self._is_in_head = True
+            self._is_one_head = True
+            """Whether nothing but this head came in what is being read."""
             self._is_offered_another = False
             self.url = b""
             self.headers: list[tuple[bytes, bytes]] = []
@@ -90,17 +92,22 @@ def bounded_protocol(
             if self.transport.is_closing() or self._refusal is not None:
                 return
             self._unset_keepalive_if_required()
-            self._read(data)
-            # Only of a head that has no end yet: a body came before it on the same connection.
-            self._head_bytes = self._head_bytes + len(data) if self._is_in_head else 0
-            if self._head_bytes > _MAX_HEAD_BYTES and self._refusal is None:
-                self._refuse_in_turn(
-                    ApiError(
-                        431,
-                        f"the head of a request may have {_MAX_HEAD_BYTES:,} bytes",
-                        code="head_too_large",
+            while data and self._refusal is None:
+                room = _MAX_HEAD_BYTES - self._head_bytes if self._is_in_head else len(data)
+                if room == 0:
+                    self._refuse_in_turn(
+                        ApiError(
+                            431,
+                            f"the head of a request may have {_MAX_HEAD_BYTES:,} bytes",
+                            code="head_too_large",
+                        )
                     )
-                )
+                    return
+                part, data = data[:room], data[room:]
+                self._is_one_head = self._is_in_head
+                self._read(part)
+                # What came with something before it is not counted: where it began is not known.
+                self._head_bytes = self._head_bytes + len(part) if self._is_one_head else 0
 
         def _read(self, data: bytes) -> None:
             try:
@@ -140,7 +147,7 @@ def bounded_protocol(
                 self._is_offered_another = True
                 return
             super().on_headers_complete()
-            self._is_in_head = False
+            self._is_in_head = self._is_one_head = False
             self._stop_timer()
             self._cycles.append(self.cycle)
             if self.parser.get_http_version() < "1.1":
@@ -149,6 +156,7 @@ def bounded_protocol(
         def on_message_complete(self) -> None:
             """A request is whole, but for one that is to be read once more."""
             if not self._is_offered_another:
+                self._is_in_head = True
                 super().on_message_complete()
 
         def on_response_complete(self) -> None:
@@ -229,8 +237,8 @@ def bounded_protocol(
             if cycle.response_started:
                 self.transport.close()
             else:
-                note = cycle.scope.get("state", {}).get("note")
-                self._write(error, note or RequestNote(self.headers))
+                state = cycle.scope.setdefault("state", {})
+                self._write(error, state.setdefault("note", RequestNote(self.headers)))
             cycle.disconnected = True
             cycle.message_event.set()
 

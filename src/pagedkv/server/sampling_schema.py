@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from pagedkv.engine.sampling_params import SamplingParams
+from pagedkv.server.body_schema import Body, ListOf
 from pagedkv.server.errors import ApiError
 from pagedkv.server.limits import (
     MAX_LOGIT_BIASES,
@@ -21,6 +22,7 @@ from pagedkv.server.limits import (
 from pagedkv.server.structured_schema import StructuredFields
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+StopStrings = Annotated[ListOf[StopString], Field(max_length=MAX_STOP_STRINGS)]
 
 
 def _told(**limits: float) -> Any:
@@ -28,10 +30,8 @@ def _told(**limits: float) -> Any:
     return Field(json_schema_extra=limits)
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Body):
     """What a stream says besides the text."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
@@ -50,7 +50,7 @@ class SamplingFields(StructuredFields):
     frequency_penalty: Annotated[float | None, _told(minimum=-2, maximum=2)] = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
     seed: int | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: StopString | StopStrings | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -58,7 +58,7 @@ class SamplingFields(StructuredFields):
     min_p: Annotated[float | None, _told(minimum=0, maximum=1)] = None
     repetition_penalty: Annotated[float | None, _told(exclusiveMinimum=0)] = None
     min_tokens: Annotated[int | None, _told(minimum=0)] = None
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[ListOf[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

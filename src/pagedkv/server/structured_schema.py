@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from pagedkv.engine.structured_output import MAX_STRUCTURE_CHARACTERS, StructuredOutput
 from pagedkv.errors import InvalidInput
 from pagedkv.server.body_errors import UNSUPPORTED
+from pagedkv.server.body_schema import Body, ListOf, WholeBody
 from pagedkv.server.errors import ApiError
 
 Schema = dict[str, Any] | bool | str
 """A JSON schema, parsed or as text."""
 
 _Text = Annotated[str, Field(max_length=MAX_STRUCTURE_CHARACTERS)]
-_Choices = Annotated[list[_Text], Field(min_length=1)]
+_Choices = Annotated[ListOf[_Text], Field(min_length=1)]
 
 _FORMATS = ("text", "json_object", "json_schema")
 
 
-class JSONSchemaFormat(BaseModel):
+class JSONSchemaFormat(Body):
     """A JSON schema that an answer has, with its name, which changes nothing."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str | None = None
     description: str | None = None
@@ -32,10 +31,8 @@ class JSONSchemaFormat(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Body):
     """Which form the answer has, in OpenAI's words. A schema is followed, `strict` or not."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchemaFormat | None = None
@@ -53,10 +50,8 @@ class ResponseFormat(BaseModel):
         return given
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Body):
     """Which form the answer has, in vLLM's words: one of the first five."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     json_: Annotated[Schema | None, Field(alias="json")] = None
     regex: _Text | None = None
@@ -66,10 +61,8 @@ class StructuredOutputs(BaseModel):
     disable_any_whitespace: bool = False
 
 
-class StructuredFields(BaseModel):
+class StructuredFields(WholeBody):
     """What form the answer has; at most one of these fields may say it."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from pagedkv.server.body_schema import ListOf, WholeBody
 from pagedkv.server.chat_schema import Message
 from pagedkv.server.errors import ApiError
 from pagedkv.server.limits import MAX_TOOLS
 from pagedkv.server.tool_schema import Tool, check_tools
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(WholeBody):
     """The body of `/tokenize`: a prompt, or the messages of a chat."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[ListOf[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[ListOf[Tool], Field(max_length=MAX_TOOLS)] | None = None
 
     def check(self) -> None:
         """Raise `ApiError` for bodies that have not one of both, or contradict themselves."""
@@ -50,10 +49,8 @@ class TokenizeRequest(BaseModel):
             )
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(WholeBody):
     """The body of `/detokenize`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+    tokens: ListOf[Annotated[int, Field(ge=0, lt=1 << 31)]]

@@ -6,12 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from pagedkv.engine.structured_output import StructuredOutput, check_nesting
 from pagedkv.errors import InvalidInput
 from pagedkv.server.body_errors import UNSUPPORTED
+from pagedkv.server.body_schema import Body, ListOf
 from pagedkv.server.errors import ApiError
 from pagedkv.server.limits import MAX_TOOLS
 from pagedkv.server.tool_calls import CallReader, ForcedCalls, FreeCalls, call_grammar
@@ -19,10 +20,8 @@ from pagedkv.server.tool_calls import CallReader, ForcedCalls, FreeCalls, call_g
 _Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
-class _OfFunctions(BaseModel):
+class _OfFunctions(Body):
     """What has a type, which is that of functions."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["function"]
 
@@ -39,10 +38,8 @@ class _OfFunctions(BaseModel):
         return given
 
 
-class Function(BaseModel):
+class Function(Body):
     """A function: its name, what it is for, and the JSON schema of its arguments."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: _Name
     description: str | None = None
@@ -79,10 +76,8 @@ class Tool(_OfFunctions):
         return {"type": "function", "function": {part: function[part] for part in parts}}
 
 
-class ChosenFunction(BaseModel):
+class ChosenFunction(Body):
     """The name of a function."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str
 
@@ -93,10 +88,8 @@ class ToolChoice(_OfFunctions):
     function: ChosenFunction
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(Body):
     """The function of a call, and its arguments as JSON."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: _Name
     arguments: str
@@ -127,10 +120,10 @@ class ToolCall(_OfFunctions):
         return {"id": self.id, "type": "function", "function": function}
 
 
-class ToolFields(BaseModel):
+class ToolFields(Body):
     """Which functions the model may call, and which it must."""
 
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[ListOf[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | Literal["none", "auto", "required"] | None = None
     parallel_tool_calls: bool | None = None
 

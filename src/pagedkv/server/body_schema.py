@@ -1,0 +1,58 @@
+"""What all bodies have in common: how strictly they are read, and how much may be in one.
+
+A schema looks at each value in Python objects, in the thread that serves everybody, and has a
+mistake of its own for each that is wrong. So what is far more than any request needs is refused
+before it looks, and lists are read as far as their first mistake.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from pagedkv.server.body_errors import TOO_MANY_VALUES
+from pagedkv.server.limits import MAX_VALUES
+
+Item = TypeVar("Item")
+
+ListOf: TypeAlias = Annotated[list[Item], Field(fail_fast=True)]
+"""A list that is read as far as its first mistake."""
+
+
+class Body(BaseModel):
+    """A body, or a part of one. Fields that nobody knows are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class WholeBody(Body):
+    """A whole body, of bounded size."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, body: Any) -> Any:
+        if isinstance(body, dict) and _has_more_values(body, MAX_VALUES):
+            raise PydanticCustomError(
+                TOO_MANY_VALUES,
+                "the body has more than {most} values, token ids not counted",
+                {"most": f"{MAX_VALUES:,}"},
+            )
+        return body
+
+
+def _has_more_values(body: dict[str, Any], most: int) -> bool:
+    """Whether there are more values than `most` in `body`; a list of integers is one value."""
+    count = 0
+    unread: list[dict[str, Any] | list[Any]] = [body]
+    while unread:
+        value = unread.pop()
+        if isinstance(value, list) and set(map(type, value)) == {int}:
+            continue
+        count += len(value)
+        if count > most:
+            return True
+        inner = value.values() if isinstance(value, dict) else value
+        unread += [item for item in inner if isinstance(item, list | dict)]
+    return False
