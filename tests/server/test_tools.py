@@ -485,6 +485,8 @@ def test_without_the_library_one_line_says_what_to_install(
         tools = [tool("asked-for-here-alone")]
         server.client().chat.completions.create(**asked(tools=tools, tool_choice="required"))
     assert refusal.value.param == "tools"
+    answer = server.client().chat.completions.create(**asked(tools=tools, max_tokens=3))
+    assert answer.choices[0].finish_reason == "length"  # what is written freely needs none
 
 
 @pytest.mark.heavy
