@@ -66,8 +66,8 @@ class TinyServer:
         return self.llm.statistics().memory.used_blocks
 
 
-def tiny_llm(**options: Any) -> LLM:
-    """The tiny llama with a tokenizer and a chat template."""
+def tiny_llm(*, model: Any = None, **options: Any) -> LLM:
+    """The tiny llama, or another model, with a tokenizer and a chat template."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
     options = {
@@ -78,7 +78,7 @@ def tiny_llm(**options: Any) -> LLM:
         "tokenizer": tokenizer,
         **options,
     }
-    return LLM(tiny_model("llama"), **options)
+    return LLM(model or tiny_model("llama"), **options)
 
 
 @contextlib.contextmanager

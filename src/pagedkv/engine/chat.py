@@ -16,11 +16,13 @@ def chat_token_ids(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     template_arguments: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> list[int]:
     """The token ids of `messages`, ending where the model's answer begins.
 
     Without `add_generation_prompt` they end with the last message; with `continue_final_message`
-    they do, and it is left open. `template_arguments` are variables of the template.
+    they do, and it is left open. `template_arguments` are variables of the template, `tools`
+    functions that the model may call.
 
     Raises `InvalidInput` for a model without a chat template, or messages that it does not take.
     """
@@ -42,6 +44,7 @@ def chat_token_ids(
                 "tokenize": False,
                 "add_generation_prompt": add_generation_prompt,
                 "continue_final_message": continue_final_message,
+                **({"tools": list(tools)} if tools else {}),
             },
         )
     except Exception as problem:  # templates raise what they like

@@ -92,7 +92,7 @@ def _schema_text(schema: Any) -> str:
             raise InvalidInput(f"json is {type(parsed).__name__}: a schema is an object")
         if parsed is False:
             raise InvalidInput("json is false, the schema that nothing has")
-        _check_nesting(parsed)
+        check_nesting(parsed)
         whole = {} if parsed is True else parsed
         return json_text.dumps(whole, separators=(",", ":"), allow_nan=False, default=dict)
     except RecursionError:
@@ -103,8 +103,9 @@ def _schema_text(schema: Any) -> str:
         raise InvalidInput(f"json is no JSON schema: {problem}") from None
 
 
-def _check_nesting(schema: Any) -> None:
-    layer = [schema]
+def check_nesting(value: Any) -> None:
+    """Raise `InvalidInput` for JSON that is nested too deeply."""
+    layer = [value]
     for _ in range(MAX_SCHEMA_NESTING + 1):
         parts = [tuple(p.values()) if isinstance(p, Mapping) else p for p in layer]
         nested = [p for p in parts if isinstance(p, list | tuple)]

@@ -136,8 +136,8 @@ async def answer_events(
                 if chunk.text or chunk.finish_reason or chunk.logprobs
                 for choice in choices(place, chunk)
             ]
-            if events:
-                yield "".join(events).encode()
+            # What is held back for long, as a call until it is whole, is no silence either.
+            yield "".join(events).encode() if events else KEEP_ALIVE
         if has_usage:
             told = [request for request in exchange.requests if request is not None]
             yield f'{before}],"usage":{json.dumps(usage(told, ask))}}}\n\n'.encode()

@@ -24,6 +24,14 @@ from pagedkv.server.serving import Serving
 from pagedkv.server.structured_schema import JSONSchemaFormat, ResponseFormat, StructuredOutputs
 from pagedkv.server.tokenize_schema import DetokenizeRequest, TokenizeRequest
 from pagedkv.server.tokenizing import add_tokenizing
+from pagedkv.server.tool_schema import (
+    CalledFunction,
+    ChosenFunction,
+    Function,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 
 
 def create_app(serving: Serving) -> FastAPI:
@@ -61,6 +69,7 @@ _FIELDS = frozenset(
         *(ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest),
         *(Message, TextPart, StreamOptions),
         *(ResponseFormat, JSONSchemaFormat, StructuredOutputs),
+        *(Tool, Function, ToolChoice, ChosenFunction, ToolCall, CalledFunction),
     )
     for name, field in model.model_fields.items()
 )

@@ -15,6 +15,8 @@ from pagedkv.server.chat_schema import ChatRequest, template_messages
 from pagedkv.server.exchange import Exchange
 from pagedkv.server.logprob_shapes import TokenNames, chat_logprobs
 from pagedkv.server.prompts import PromptReader
+from pagedkv.server.tool_calls import CallReader
+from pagedkv.server.tool_shapes import CallDeltas, called_message, reason_to_end
 
 
 async def chat_prompt(body: ChatRequest, reader: PromptReader, receive: Receive) -> list[int]:
@@ -25,6 +27,7 @@ async def chat_prompt(body: ChatRequest, reader: PromptReader, receive: Receive)
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         template_arguments=body.chat_template_kwargs,
+        tools=[tool.template_tool for tool in body.offered],
     )
     return reader.checked(ids, "messages")
 
@@ -50,12 +53,12 @@ def chat_heading(body: ChatRequest, model: str) -> Heading:
 
 
 def chat_answer(
-    requests: list[Request], ask: Ask, heading: Heading, names: TokenNames | None
+    body: ChatRequest, requests: list[Request], ask: Ask, heading: Heading, names: TokenNames | None
 ) -> dict[str, Any]:
     """The whole answer."""
     [request] = requests
     choices = [
-        _choice(completion, place, names)
+        _choice(completion, place, names, body.call_reader())
         for completion in request.generation().completions
         for place in ask.places(0, completion.sample)
     ]
@@ -63,28 +66,43 @@ def chat_answer(
 
 
 def chat_events(
-    exchange: Exchange, ask: Ask, heading: Heading, names: TokenNames | None, *, has_usage: bool
+    body: ChatRequest, exchange: Exchange, ask: Ask, heading: Heading, names: TokenNames | None
 ) -> AsyncIterator[bytes]:
     """The answer as events."""
     begun: set[int] = set()
+    calls: dict[int, CallDeltas] = {}
 
     def choices(_: int, chunk: Chunk) -> Iterator[str]:
         for place in ask.places(0, chunk.sample):
-            yield _piece(chunk, place, place not in begun, names)
+            is_first = place not in begun
             begun.add(place)
+            if is_first and (reader := body.call_reader()) is not None:
+                calls[place] = CallDeltas(reader)
+            if place in calls:
+                yield from _pieces(chunk, place, names, calls[place])
+            else:
+                yield _piece(chunk, place, is_first, names)
 
+    has_usage = body.stream_options is not None and body.stream_options.include_usage
     return answer_events(exchange, ask, heading, choices, has_usage=has_usage)
 
 
-def _choice(completion: Completion, place: int, names: TokenNames | None) -> dict[str, Any]:
+def _choice(
+    completion: Completion, place: int, names: TokenNames | None, reader: CallReader | None
+) -> dict[str, Any]:
+    said: dict[str, Any] = {"content": completion.text}
+    reason: str = completion.finish_reason
+    if reader is not None:
+        said = called_message(reader, completion.text)
+        reason = reason_to_end(reason, reader)
     logprobs = None
     if completion.logprobs is not None and names is not None:
         logprobs = chat_logprobs(completion.logprobs, names)
     return {
         "index": place,
-        "message": {"role": "assistant", "content": completion.text, "refusal": None},
+        "message": {"role": "assistant", **said, "refusal": None},
         "logprobs": logprobs,
-        "finish_reason": completion.finish_reason,
+        "finish_reason": reason,
         "stop_reason": completion.stop_reason,
     }
 
@@ -100,3 +118,24 @@ def _piece(chunk: Chunk, place: int, is_first: bool, names: TokenNames | None) -
         f'{{"index":{place},"delta":{{{role}"content":{json.dumps(chunk.text)}}},'
         f'"logprobs":{logprobs},"finish_reason":{reason}}}'
     )
+
+
+def _pieces(chunk: Chunk, place: int, names: TokenNames | None, calls: CallDeltas) -> Iterator[str]:
+    """The choices of events where functions may be called: none for text that may be a tag yet.
+
+    Log probabilities go with the chunk that brought their tokens, a tag's among them.
+    """
+    logprobs = None
+    if chunk.logprobs is not None and names is not None:
+        logprobs = chat_logprobs(chunk.logprobs, names)
+    deltas, reason = calls.after(chunk.text, chunk.finish_reason)
+    if not deltas and (logprobs or reason):
+        deltas = [{}]
+    for nth, delta in enumerate(deltas, start=1):
+        choice = {
+            "index": place,
+            "delta": calls.with_role(delta),
+            "logprobs": logprobs if nth == 1 else None,
+            "finish_reason": reason if nth == len(deltas) else None,
+        }
+        yield json.dumps(choice, separators=(",", ":"))

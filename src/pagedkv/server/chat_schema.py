@@ -8,11 +8,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from pagedkv.engine.sampling_params import MAX_LOGPROBS
+from pagedkv.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from pagedkv.engine.structured_output import StructuredOutput
+from pagedkv.errors import InvalidInput
 from pagedkv.server.body_errors import UNSUPPORTED
 from pagedkv.server.body_schema import Body, ListOf
 from pagedkv.server.errors import ApiError
 from pagedkv.server.sampling_schema import SamplingFields
+from pagedkv.server.tool_schema import ToolCall, ToolFields
 
 
 class TextPart(Body):
@@ -42,17 +45,19 @@ class Message(Body):
     name: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
+    tool_calls: ListOf[ToolCall] | None = None
+    tool_call_id: str | None = None
+    parsed: Any = None  # of OpenAI's client, which made it of the content
 
     # Accepted where there is nothing in them.
     audio: Any = None
     function_call: Any = None
     reasoning: Any = None
     reasoning_content: Any = None
-    tool_calls: list[Any] | None = None
 
     def check(self, place: int) -> None:
         """Raise `ApiError` for what the prompt would lack; `place` is the message's own."""
-        for name in ("audio", "function_call", "reasoning", "reasoning_content", "tool_calls"):
+        for name in ("audio", "function_call", "reasoning", "reasoning_content"):
             if getattr(self, name):
                 raise ApiError(
                     400,
@@ -60,6 +65,12 @@ class Message(Body):
                     param=f"messages.{place}.{name}",
                     code="unsupported_parameter",
                 )
+        if self.tool_calls and self.role != "assistant":
+            raise ApiError(
+                400,
+                f"messages.{place}.tool_calls: a message of {self.role} calls nothing",
+                param=f"messages.{place}.tool_calls",
+            )
         if self.content is None and self.role != "assistant":
             raise ApiError(
                 400,
@@ -75,7 +86,7 @@ class Message(Body):
         return self.content or ""
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(ToolFields, SamplingFields):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[ListOf[Message], Field(min_length=1)]
@@ -88,7 +99,6 @@ class ChatRequest(SamplingFields):
 
     # Accepted, and without meaning here.
     metadata: dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     prediction: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -102,14 +112,13 @@ class ChatRequest(SamplingFields):
     functions: list[Any] | None = None
     modalities: list[str] | None = None
     reasoning_effort: str | None = None
-    tool_choice: Any = None
-    tools: list[Any] | None = None
     verbosity: str | None = None
     web_search_options: Any = None
 
     def check(self) -> None:
         """Raise `ApiError` for what is asked and would not be done."""
         self.check_stream_options()
+        self.check_tools()
         for name, harmless in _HARMLESS.items():
             value = getattr(self, name)
             if value is not None and value not in harmless:
@@ -147,6 +156,47 @@ class ChatRequest(SamplingFields):
             )
 
     @property
+    def structured_field(self) -> str | None:
+        """The name of the field that says what form the answer has; None where none does.
+
+        Raises `ApiError` where several do.
+        """
+        field = super().structured_field
+        if not self.is_call_forced:
+            return field
+        if field is not None:
+            raise ApiError(
+                400,
+                f"{field} and tool_choice both say what form the answer has: give one",
+                param=field,
+            )
+        return "tools"
+
+    @property
+    def structured(self) -> StructuredOutput | None:
+        """What the text must be; None where any will do. Raises `ApiError`.
+
+        A `response_format` is that of answers that call nothing; vLLM's fields are for all text.
+        """
+        field = self.structured_field
+        form = None if field == "tools" else super().structured
+        if field != "tools" and not (self.offered and field == "response_format"):
+            return form
+        try:
+            return self.structured_calls(otherwise=form)
+        except InvalidInput as problem:
+            raise ApiError(400, f"tools: {problem}", param="tools") from None
+
+    def sampling_params(self, **others: Any) -> SamplingParams:
+        """The engine's parameters. Raises `InvalidInput`, `ApiError`.
+
+        Where there may be calls special tokens are text, since with some models their tags are.
+        """
+        if self.offered and self.skip_special_tokens is None:
+            others["skip_special_tokens"] = False
+        return super().sampling_params(**others)
+
+    @property
     def token_limit(self) -> int | None:
         """Tokens of an answer at most; None: as far as the model and the memory go."""
         if self.max_completion_tokens is not None:
@@ -155,15 +205,36 @@ class ChatRequest(SamplingFields):
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them; few of them know developers."""
-    return [
-        {
-            "role": "system" if message.role == "developer" else message.role,
-            "content": message.text,
-            **({} if message.name is None else {"name": message.name}),
-        }
-        for message in messages
-    ]
+    """Messages as chat templates take them; few of them know developers. Raises `ApiError`.
+
+    What a function gave bears its name, which the call has and clients leave out.
+    """
+    made = []
+    called: dict[str | None, str] = {}
+    for place, message in enumerate(messages):
+        role = "system" if message.role == "developer" else message.role
+        shown: dict[str, Any] = {"role": role, "content": message.text}
+        for name in ("name", "tool_call_id"):
+            if getattr(message, name) is not None:
+                shown[name] = getattr(message, name)
+        if message.role == "tool" and message.tool_call_id in called:
+            shown.setdefault("name", called[message.tool_call_id])
+        if message.tool_calls:
+            shown["tool_calls"] = _template_calls(message.tool_calls, place)
+            called |= {call.id: call.function.name for call in message.tool_calls}
+        made.append(shown)
+    return made
+
+
+def _template_calls(calls: Sequence[ToolCall], place: int) -> list[dict[str, Any]]:
+    made = []
+    for call_place, call in enumerate(calls):
+        try:
+            made.append(call.template_call())
+        except InvalidInput as problem:
+            param = f"messages.{place}.tool_calls.{call_place}.function.arguments"
+            raise ApiError(400, f"{param}: {problem}", param=param) from None
+    return made
 
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -172,8 +243,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "modalities": (["text"],),
     "reasoning_effort": ("none",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }

@@ -49,10 +49,9 @@ def add_generation(
         if not body.stream:
             async with watched(request.receive, exchange):
                 requests = await _ended(exchange, body)
-            return json_response(chat_answer(requests, ask, heading, names))
+            return json_response(chat_answer(body, requests, ask, heading, names))
         await _accepted(exchange, request, body)
-        has_usage = body.stream_options is not None and body.stream_options.include_usage
-        events = chat_events(exchange, ask, heading, names, has_usage=has_usage)
+        events = chat_events(body, exchange, ask, heading, names)
         return EventStream(events, exchange)
 
     @app.post("/v1/completions")

@@ -11,6 +11,8 @@ MAX_STOP_CHARACTERS = 1_024
 """Of one stop string: the engine looks for each character of it in each token."""
 MAX_LOGIT_BIASES = 1_024
 MAX_STOP_TOKEN_IDS = 1_024
+MAX_TOOLS = 128
+"""OpenAI's number."""
 MAX_VALUES = 50_000
 """In a body, token ids not counted: a chat of 10,000 messages has as many."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
@@ -14,6 +15,7 @@ from pagedkv.engine.chat import chat_token_ids
 from pagedkv.errors import InvalidInput
 from pagedkv.server.errors import ApiError
 from pagedkv.server.event_stream import unless_left
+from pagedkv.server.tool_calls import tools_problem
 
 _SHORT = 2_000
 """Characters that are tokenized in less time than it takes to ask another thread."""
@@ -54,6 +56,8 @@ class PromptReader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagedkv-tokenizer")
         self._waiting: set[asyncio.Future[Any]] = set()
         self._is_closed = False
+        self._has_tried_tools = False
+        self._tools_problem: str | None = None
         longest = 0
         if tokenizer is not None:
             longest = max(map(len, tokenizer.get_vocab()), default=1)
@@ -90,8 +94,12 @@ class PromptReader:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """The token ids of a chat, however many. Raises `ApiError`, `ClientLeft`."""
+        """The token ids of a chat, however many, that shows the model which functions it may call.
+
+        Raises `ApiError`, `ClientLeft`.
+        """
         tokenizer = self._needed("messages")
         for name in template_arguments or ():
             if name in _NO_VARIABLES:
@@ -100,13 +108,19 @@ class PromptReader:
                     f"chat_template_kwargs has {name!r}, which is no variable of the template",
                     param="chat_template_kwargs",
                 )
-        length = sum(len(text) for message in messages for text in message.values())
-        self._check_characters(length, "messages")
-        for message in messages:
-            for text in message.values():
-                _check_unicode(text, "messages")
+        texts = {
+            "messages": [_text(value) for message in messages for value in message.values()],
+            "tools": [_text(tool) for tool in tools],
+        }
+        for param, found in texts.items():
+            self._check_characters(sum(map(len, found)), param)
+            for text in found:
+                _check_unicode(text, param)
+        has_calls = any("tool_calls" in message for message in messages)
 
         def tokenize(_: Wanted) -> list[int]:
+            if tools or has_calls:
+                self._check_tools("tools" if tools else "messages")
             return chat_token_ids(
                 tokenizer,
                 messages,
@@ -114,8 +128,10 @@ class PromptReader:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 template_arguments=template_arguments,
+                tools=tools,
             )
 
+        length = sum(map(len, [*texts["messages"], *texts["tools"]]))
         try:
             return await self._run(length, tokenize, receive)
         except InvalidInput as problem:
@@ -170,6 +186,20 @@ class PromptReader:
             raise ApiError(400, "this model has no tokenizer: give token ids", param=param)
         return self._tokenizer
 
+    def _check_tools(self, param: str) -> None:
+        """Refuse functions, and messages that call some, where the model cannot call any."""
+        if not self._has_tried_tools:
+            self._tools_problem = tools_problem(self._tokenizer)
+            self._has_tried_tools = True
+        if self._tools_problem is not None:
+            what = "tool_calls of a message" if param == "messages" else param
+            raise ApiError(
+                400,
+                f"{what} is not supported by this model: {self._tools_problem}",
+                param=param,
+                code="unsupported_parameter",
+            )
+
     def _check_characters(self, length: int, param: str) -> None:
         """Refuse what cannot fit before time is spent on it: each token has its longest text."""
         if length > self._max_characters:
@@ -208,9 +238,13 @@ def _always() -> bool:
     return True
 
 
-def _check_unicode(text: Any, param: str) -> None:
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _check_unicode(text: str, param: str) -> None:
     try:
-        str(text).encode()
+        text.encode()
     except UnicodeEncodeError:
         raise ApiError(
             400, f"{param} has half a character: a lone surrogate", param=param

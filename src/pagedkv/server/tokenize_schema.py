@@ -9,6 +9,8 @@ from pydantic import Field
 from pagedkv.server.body_schema import ListOf, WholeBody
 from pagedkv.server.chat_schema import Message
 from pagedkv.server.errors import ApiError
+from pagedkv.server.limits import MAX_TOOLS
+from pagedkv.server.tool_schema import Tool, check_tools
 
 
 class TokenizeRequest(WholeBody):
@@ -22,7 +24,7 @@ class TokenizeRequest(WholeBody):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
-    tools: list[Any] | None = None
+    tools: Annotated[ListOf[Tool], Field(max_length=MAX_TOOLS)] | None = None
 
     def check(self) -> None:
         """Raise `ApiError` for bodies that have not one of both, or contradict themselves."""
@@ -34,13 +36,9 @@ class TokenizeRequest(WholeBody):
                 "the chat template brings its own special tokens: leave add_special_tokens out",
                 param="add_special_tokens",
             )
-        if self.tools:
-            raise ApiError(
-                400,
-                "tools is not supported: leave it out",
-                param="tools",
-                code="unsupported_parameter",
-            )
+        if self.tools and self.messages is None:
+            raise ApiError(400, "tools is for the messages of a chat: leave it out", param="tools")
+        check_tools(self.tools or ())
         for place, message in enumerate(self.messages or ()):
             message.check(place)
         if self.messages and self.add_generation_prompt and self.continue_final_message:

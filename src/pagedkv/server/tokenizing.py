@@ -25,6 +25,7 @@ def add_tokenizing(app: FastAPI, serving: Serving, reader: PromptReader) -> None
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
                 template_arguments=body.chat_template_kwargs,
+                tools=[tool.template_tool for tool in body.tools or ()],
             )
         else:
             [ids] = await reader.texts(
