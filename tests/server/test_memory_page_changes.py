@@ -279,20 +279,18 @@ def test_who_gives_way_is_told() -> None:
     scheduler = made(num_blocks=4, seats=2)
     differ, happenings = Differ(scheduler.arrays), Happenings()
     scheduler.add([1, 2, 3], max_new_tokens=5)
-    _, young = scheduler.add([4], max_new_tokens=1), scheduler.add([5, 6, 7], max_new_tokens=5)
+    [young] = scheduler.add([5, 6, 7], max_new_tokens=5)
     told = []
     for _ in range(4):
         batch = scheduler.schedule()
         scheduler.commit(np.ones(len(batch.due)).astype(int))
         told += happened(scheduler, happenings, differ)
         if len(batch.preempted):
-            assert [row[1] for row in told if row[0] == PREEMPTION] == [
-                s % COLUMNS for s in batch.preempted
-            ]
+            assert batch.preempted.tolist() == [young]
+            assert [row[1] for row in told if row[0] == PREEMPTION] == [young % COLUMNS]
             break
     else:
         raise AssertionError("nobody gave way")
-    assert young
 
 
 def test_of_very_many_happenings_between_two_looks_some_are_kept() -> None:

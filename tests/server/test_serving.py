@@ -153,7 +153,7 @@ def test_a_stream_that_is_refused_by_the_engine_counts_no_longer() -> None:
                 )
         assert server.serving.num_streams == 0
         page = server.http().get("/metrics").text
-        assert 'pagedkv_requests_refused_total{reason="invalid"} 2.0' in page
+        assert 'pagedkv_requests_refused_total{reason="context_length_exceeded"} 2.0' in page
 
 
 def test_where_nobody_may_wait_whoever_need_not_is_served() -> None:
