@@ -456,6 +456,7 @@ def test_as_many_patterns_as_one_likes_may_stand_beside_each_other() -> None:
         ({"grammar": "start: %json {1}"}, "grammar: no JSON follows %json"),
         ({"grammar": 'start: %json {"multipleOf": 10001}'}, "grammar: json has multipleOf 10001"),
         ({"json": {"items": {"multipleOf": 1.00001}}}, "json has multipleOf 1.00001: at most"),
+        ({"json": all_may_be_left_out(1_601)}, "json has 1601 properties, at most 1600 can be"),
         ({"json": PATTERNS}, "json has 13 patterns that may have to match together, at most 12"),
         ({"json": {"$defs": PATTERN_DEFS, "allOf": REFS}}, "json has 13 patterns that may have"),
         ({"choice": "yes"}, "choice is no list of texts"),
@@ -520,7 +521,7 @@ def test_one_that_takes_too_long_fails_alone_and_soon(
 
 
 def test_what_would_take_too_long_to_compile_is_refused() -> None:
-    what = StructuredOutput(json=all_may_be_left_out(2_400))
+    what = StructuredOutput(json=all_may_be_left_out(1_600))
     with pytest.raises(InvalidInput, match="json cannot be followed: it is too large, as with a"):
         engine().add(PROMPT, SamplingParams(structured=what))
 

@@ -21,6 +21,9 @@ MAX_STRUCTURE_CHARACTERS = 65_536
 MAX_SCHEMA_NESTING = 64
 """Lists and objects inside each other in a schema; vLLM's number."""
 
+MAX_PROPERTIES = 1_600
+"""Of all objects in a schema: more are too many for a grammar, which takes a second to find out."""
+
 MAX_GRAMMAR_LINES = 500
 """Of a grammar: to turn more of GBNF's rules into Lark's takes their square, 0.2 s for these."""
 
@@ -134,7 +137,7 @@ def _check_nesting(schema: Any) -> None:
 
 def _check_cost(schema: Any) -> None:
     """Refuse what would take seconds to compile, as far as it can be told by its looks."""
-    num_patterns = num_intersected = 0
+    num_properties = num_patterns = num_intersected = 0
     to_see = [(schema, False)]
     while to_see:
         part, is_intersected = to_see.pop()
@@ -143,6 +146,8 @@ def _check_cost(schema: Any) -> None:
         if not isinstance(part, Mapping):
             continue
         _check_multiple(part.get("multipleOf"))
+        properties = part.get("properties")
+        num_properties += len(properties) if isinstance(properties, Mapping) else 0
         has_pattern = isinstance(part.get("pattern"), str) or isinstance(part.get("format"), str)
         is_combined = is_intersected or not _COMBINING.isdisjoint(part)
         num_patterns += has_pattern
@@ -151,6 +156,10 @@ def _check_cost(schema: Any) -> None:
             (inner, name == "allOf" or (is_combined and name in _COMBINING))
             for name, inner in part.items()
         ]
+    if num_properties > MAX_PROPERTIES:
+        raise InvalidInput(
+            f"json has {num_properties} properties, at most {MAX_PROPERTIES} can be followed"
+        )
     if min(num_patterns, num_intersected) > MAX_INTERSECTED_PATTERNS:
         raise InvalidInput(
             f"json has {num_intersected} patterns that may have to match together, at most "
