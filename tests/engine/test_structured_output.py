@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -520,6 +521,45 @@ def test_one_that_takes_too_long_fails_alone_and_soon(
     assert well.failure is None and well.generation().completions[0].finish_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    ("limit", "what", "message"),
+    [
+        ("_MASK_ITEMS", StructuredOutput(json=all_may_be_left_out(90)), "too much can come next"),
+        ("_GRAMMAR_MASK_ITEMS", StructuredOutput(grammar="start: start start | /a|b/"), "too much"),
+        ("_MASK_FUEL", StructuredOutput(regex="([a-z]{1,20}[0-9]{1,20}){9}"), "too many texts"),
+    ],
+)
+def test_each_kind_has_its_limits(
+    monkeypatch: pytest.MonkeyPatch, limit: str, what: StructuredOutput, message: str
+) -> None:
+    def failure() -> str:
+        made = engine(400)
+        params = SamplingParams(max_tokens=30, seed=1, ignore_eos=True, structured=what)
+        try:
+            request = made.add(PROMPT, params)
+        except InvalidInput as refusal:
+            return str(refusal)
+        made.finish_all()
+        return str(request.failure or "")
+
+    others = {"_MASK_ITEMS", "_ROW_ITEMS", "_GRAMMAR_MASK_ITEMS", "_GRAMMAR_ROW_ITEMS"} - {limit}
+    if limit != "_MASK_FUEL":
+        for name in others:
+            if ("GRAMMAR" in name) != ("GRAMMAR" in limit):
+                monkeypatch.setattr(grammars, name, 10)
+    assert failure() == ""
+    monkeypatch.setattr(grammars, limit, 60)
+    assert message in failure()
+
+
+def test_a_deep_stack_is_the_compilers_alone() -> None:
+    usual = threading.stack_size()
+    assert grammars._with_deep_stack(lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        grammars._with_deep_stack(lambda: 1 // 0)
+    assert threading.stack_size() == usual
+
+
 def test_what_would_take_too_long_to_compile_is_refused() -> None:
     what = StructuredOutput(json=all_may_be_left_out(1_600))
     with pytest.raises(InvalidInput, match="json cannot be followed: it is too large, as with a"):
@@ -541,7 +581,7 @@ def test_long_chains_do_not_end_the_process() -> None:
 def test_what_schemas_usually_have_is_not_too_much() -> None:
     properties = {f"property {i}": {"type": "string", "maxLength": 3} for i in range(500)}
     whole = {**all_may_be_left_out(0), "properties": properties, "required": list(properties)}
-    for schema in (all_may_be_left_out(120), whole):
+    for schema in (all_may_be_left_out(200), whole):
         made = engine(400)
         request = made.add(
             PROMPT, SamplingParams(max_tokens=200, seed=2, structured=StructuredOutput(json=schema))

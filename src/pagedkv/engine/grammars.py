@@ -129,7 +129,6 @@ class Grammars:
         grammar = self._compile(structured)
         with self._keeping:
             self._kept[structured] = grammar
-            self._kept.move_to_end(structured)
             if len(self._kept) > MAX_GRAMMARS:
                 self._kept.popitem(last=False)
         return grammar
