@@ -132,6 +132,7 @@ def test_answers_are_what_they_must_be(
         (["--regex", "a", "--choice", "b"], "--regex and --choice exclude each other"),
         (["--regex", "a", "--beams", "2"], "--beams and --regex exclude each other"),
         (["--json-schema", "/nowhere"], "--json-schema: /nowhere: No such file"),
+        (["--json-schema", " "], "--json-schema: it is empty: give a file, or the schema itself"),
         (["--json-schema", "{"], "--json-schema: json is no JSON schema"),
         (["--regex", "["], "regex cannot be followed: unclosed character class"),
         (["--json-schema", '{"type": "x"}'], "json cannot be followed: Invalid type: x"),

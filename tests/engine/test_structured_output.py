@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,11 +27,18 @@ from models.json_schemas import SCHEMAS, is_valid
 from models.json_tokenizer import END, VOCABULARY, json_tokenizer
 from models.tiny_engine import TinyEngine
 from models.tiny_models import tiny_model, tiny_tokenizer
-from pagedkv.engine import LLM, SamplingParams, StructuredOutput
+from pagedkv.engine import LLM, SamplingParams, StructuredOutput, grammars
 from pagedkv.engine.detokenizer import TokenTexts
-from pagedkv.engine.grammars import MAX_GRAMMARS, GrammarFailed, Grammars
+from pagedkv.engine.grammars import (
+    MAX_ANSWERS,
+    MAX_GRAMMARS,
+    GrammarFailed,
+    GrammarPlace,
+    Grammars,
+)
 from pagedkv.engine.model import PagedModel
 from pagedkv.engine.outputs import Completion
+from pagedkv.engine.request import Request
 from pagedkv.engine.structured_output import MAX_STRUCTURE_CHARACTERS
 from pagedkv.errors import InvalidInput
 
@@ -95,6 +106,14 @@ def obvious(prompt: list[int], what: StructuredOutput, max_tokens: int) -> list[
             logits = model()(torch.tensor([prompt + said])).logits[0, -1].numpy()
         said.append(int(np.where(allowed, logits, -np.inf).argmax()))
     return said
+
+
+def all_may_be_left_out(num_properties: int) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {f"{i:x}": {"type": "integer"} for i in range(num_properties)},
+        "additionalProperties": False,
+    }
 
 
 @settings(max_examples=40, deadline=None)
@@ -266,7 +285,95 @@ def test_a_canceled_answer_and_others_beside_it_leave_no_trace() -> None:
 AGE = {"type": "integer", "minimum": -(10**9), "maximum": 99}
 
 
+def test_an_answer_that_comes_computes_nothing_in_the_thread_that_runs_the_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = engine(200)
+    params = SamplingParams(max_tokens=40, n=5, seed=1, structured=structured(json=PERSON))
+    grammar = made.grammars.compiled(params.structured)  # type: ignore[arg-type]
+    looks = []
+    look = GrammarPlace.look
+    monkeypatch.setattr(GrammarPlace, "look", lambda self: (looks.append(1), look(self))[1])
+    request = made.add(PROMPT, params, grammar=grammar)
+    assert looks == []
+    made.finish_all()
+    assert len(looks) == sum(len(c.token_ids) for c in request.generation().completions)
+
+
+def test_samples_go_their_own_ways_from_one_place() -> None:
+    grammar = Grammars(texts(), vocab_size=VOCABULARY, end_token_ids=[END]).compiled(
+        StructuredOutput(regex="ab|ba")
+    )
+    first, second = grammar.begin(), grammar.begin()
+    a, b = json_tokenizer()("a")["input_ids"][0], json_tokenizer()("b")["input_ids"][0]
+    first.append(a)
+    second.append(b)
+    assert grammar.start.problem is first.problem is second.problem is None
+    third = first.copy()
+    third.append(b)
+    assert third.is_complete and not first.is_complete and not second.is_complete
+    second.append(a)
+    assert second.is_complete
+
+
 # What cannot be -----------------------------------------------------------------------------------
+
+
+def test_what_fails_inside_a_grammar_fails_one_request() -> None:
+    made = engine(200)
+    params = SamplingParams(max_tokens=60, n=2, seed=1, structured=structured(json=PERSON))
+    broken, well = made.add(PROMPT, params), made.add(PROMPT, params)
+    place = broken.samples[1].grammar
+    assert place is not None
+    place._matcher = None
+    made.finish_all()
+    assert isinstance(broken.failure, GrammarFailed) and "consume_token" in str(broken.failure)
+    assert {c.finish_reason for c in broken.generation().completions} == {"abort"}
+    assert well.failure is None and made.statistics().memory.used_blocks == 0
+    for found in well.generation().completions:
+        check(found, {**PERSON, "properties": {"name": {"enum": ["Ann", "Bo"]}, "age": AGE}})
+
+
+def test_a_sample_that_stops_where_nothing_follows_takes_no_other_with_it() -> None:
+    """Behind an x there must be a space, and this tokenizer has none."""
+    tokenizer = tiny_tokenizer()
+    [x] = tokenizer("x")["input_ids"]
+    made = TinyEngine(tiny_model("llama"), 100, texts=TokenTexts(tokenizer), seats=16)
+    params = SamplingParams(
+        max_tokens=9,
+        n=12,
+        seed=1,
+        stop_token_ids=[x],
+        structured=StructuredOutput(regex="x |[a-c]{3}"),
+    )
+    request = made.add(PROMPT[:3], params)
+    made.finish_all()
+    found = request.generation().completions
+    assert request.failure is None and {c.finish_reason for c in found} == {"stop"}
+    assert {len(c.token_ids) for c in found} == {1, 3}
+    # Without the stop token there is nothing more to say for some, and so for none.
+    request = made.add(PROMPT[:3], replace(params, stop_token_ids=()))
+    made.finish_all()
+    assert isinstance(request.failure, GrammarFailed)
+    assert "abort" in {c.finish_reason for c in request.generation().completions}
+
+
+def test_an_answer_that_another_threads_step_ends_is_told_its_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who asks whether it has ended hears of the reason too, whoever ran the step."""
+    made = LLM(tiny_model("llama"), tokenizer=tiny_tokenizer(), num_tokens=512)
+    ended = Request.is_finished.fget  # type: ignore[attr-defined]
+
+    def ended_a_step_later(self: Request) -> bool:
+        if made._engine.scheduler.num_steps == 1 and not made._driving._lock._is_taken:
+            made._driving.turn()
+        return ended(self)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Request, "is_finished", property(ended_a_step_later))
+    params = SamplingParams(max_tokens=9, structured=StructuredOutput(regex="ax "))
+    with pytest.raises(GrammarFailed):
+        made.generate("Hello", params)
 
 
 def test_an_answer_that_cannot_go_on_fails_alone() -> None:
@@ -314,6 +421,27 @@ def test_what_is_no_grammar_is_refused_in_one_line(options: dict[str, Any], mess
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 400
 
 
+PATTERNS = {"anyOf": [{"allOf": [{"pattern": f"[a-{c}]"}]} for c in "bcdefghijklmn"]}
+PATTERN_DEFS = {c: {"pattern": f"[a-{c}]"} for c in "bcdefghijklmn"}
+REFS = [{"$ref": f"#/$defs/{c}"} for c in PATTERN_DEFS]
+
+
+def test_as_many_patterns_as_one_likes_may_stand_beside_each_other() -> None:
+    each = {c: {"type": "string", "pattern": f"[a-{c}]", "multipleOf": 10_000} for c in "bcdefghij"}
+    many = {f"{c}{i}": schema for c, schema in each.items() for i in range(3)}
+    StructuredOutput(json={"properties": many, "anyOf": [{"required": ["b0"]}, {}]})
+    StructuredOutput(json={"allOf": REFS[:12], "$defs": PATTERN_DEFS, "multipleOf": 0.0001})
+    StructuredOutput(json={"allOf": REFS * 3, "multipleOf": 5e9})
+    StructuredOutput(grammar="start: x\n" * 500)
+
+
+def test_what_a_schema_in_a_grammar_says_is_no_other_schema() -> None:
+    grammar = 'start: %json {"const": "%json {1}"} | %json {"multipleOf": 3}'
+    assert StructuredOutput(grammar=grammar).grammar == grammar
+    with pytest.raises(InvalidInput, match="json has multipleOf 10003"):
+        StructuredOutput(grammar=grammar.replace("3}", "10003}"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -332,6 +460,13 @@ def test_what_is_no_grammar_is_refused_in_one_line(options: dict[str, Any], mess
         ({"regex": "a" * (MAX_STRUCTURE_CHARACTERS + 1)}, "regex has 65537 characters, at most"),
         ({"regex": "\ud800"}, "regex has half a character"),
         ({"choice": ["a", "\ud800"]}, "choice has half a character"),
+        ({"grammar": "start: x\n" * 501}, "grammar has 501 lines, at most 500 are taken"),
+        ({"grammar": "start: %json {1}"}, "grammar: no JSON follows %json"),
+        ({"grammar": 'start: %json {"multipleOf": 10001}'}, "grammar: json has multipleOf 10001"),
+        ({"json": {"items": {"multipleOf": 1.00001}}}, "json has multipleOf 1.00001: at most"),
+        ({"json": all_may_be_left_out(1_601)}, "json has 1601 properties, at most 1600 can be"),
+        ({"json": PATTERNS}, "json has 13 patterns that may have to match together, at most 12"),
+        ({"json": {"$defs": PATTERN_DEFS, "allOf": REFS}}, "json has 13 patterns that may have"),
         ({"choice": "yes"}, "choice is no list of texts"),
         ({"choice": []}, "choice is no list of texts"),
         ({"choice": ["a", 5]}, "choice is no list of texts"),
@@ -369,6 +504,114 @@ def test_hostile_structures_end_in_the_time_of_a_step_or_fail_alone() -> None:
     assert all(request.is_finished for request in requests) and requests
 
 
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (StructuredOutput(grammar="start: x+\nx: /[a-z]/ | /[a-z]/ /[a-z]/ | x x"), "too much can"),
+        (StructuredOutput(grammar='start: start start | "a" | "b"'), "too much can come next"),
+        (StructuredOutput(json=all_may_be_left_out(600)), "too much can come next"),
+        (StructuredOutput(regex=".*a.{60}b.{60}.*c.{40}"), "too many texts"),
+    ],
+)
+def test_one_that_takes_too_long_fails_alone_and_soon(
+    monkeypatch: pytest.MonkeyPatch, what: StructuredOutput, message: str
+) -> None:
+    monkeypatch.setattr(grammars, "MAX_LEXER_STATES", 500)  # so few tokens have not much to come
+    monkeypatch.setattr(grammars, "_GRAMMAR_MASK_ITEMS", 400)
+    made = engine(800)
+    goes_on = SamplingParams(max_tokens=300, seed=1, ignore_eos=True, structured=what)
+    hostile = made.add(PROMPT, goes_on)
+    well = made.add(PROMPT, SamplingParams(max_tokens=60, structured=structured(json=PERSON)))
+    made.finish_all()
+    assert isinstance(hostile.failure, GrammarFailed) and message in str(hostile.failure)
+    assert len(hostile.samples[0].token_ids) < 250
+    assert well.failure is None and well.generation().completions[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("limit", "what", "message"),
+    [
+        ("_MASK_ITEMS", StructuredOutput(json=all_may_be_left_out(90)), "too much can come next"),
+        ("_GRAMMAR_MASK_ITEMS", StructuredOutput(grammar="start: start start | /a|b/"), "too much"),
+        ("_MASK_FUEL", StructuredOutput(regex="([a-z]{1,20}[0-9]{1,20}){9}"), "too many texts"),
+    ],
+)
+def test_each_kind_has_its_limits(
+    monkeypatch: pytest.MonkeyPatch, limit: str, what: StructuredOutput, message: str
+) -> None:
+    def failure() -> str:
+        made = engine(400)
+        params = SamplingParams(max_tokens=30, seed=1, ignore_eos=True, structured=what)
+        try:
+            request = made.add(PROMPT, params)
+        except InvalidInput as refusal:
+            return str(refusal)
+        made.finish_all()
+        return str(request.failure or "")
+
+    others = {"_MASK_ITEMS", "_ROW_ITEMS", "_GRAMMAR_MASK_ITEMS", "_GRAMMAR_ROW_ITEMS"} - {limit}
+    if limit != "_MASK_FUEL":
+        for name in others:
+            if ("GRAMMAR" in name) != ("GRAMMAR" in limit):
+                monkeypatch.setattr(grammars, name, 10)
+    assert failure() == ""
+    monkeypatch.setattr(grammars, limit, 60)
+    assert message in failure()
+
+
+def test_a_deep_stack_is_the_compilers_alone() -> None:
+    usual = threading.stack_size()
+    assert grammars._with_deep_stack(lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        grammars._with_deep_stack(lambda: 1 // 0)
+    assert threading.stack_size() == usual
+
+
+def test_what_would_take_too_long_to_compile_is_refused() -> None:
+    what = StructuredOutput(json=all_may_be_left_out(1_600))
+    with pytest.raises(InvalidInput, match="json cannot be followed: it is too large, as with a"):
+        engine().add(PROMPT, SamplingParams(structured=what))
+
+
+def test_long_chains_do_not_end_the_process() -> None:
+    """Each link is some kilobytes of stack, and what overruns a stack takes everybody with it."""
+    names = [f"{i:x}" for i in range(1_580)]
+    for link in (lambda ref: {"items": ref}, lambda ref: {"anyOf": [ref]}):
+        links = {a: link({"$ref": f"#/$defs/{b}"}) for a, b in pairwise(names)}
+        what = StructuredOutput(
+            json={"$ref": "#/$defs/0", "$defs": {**links, names[-1]: {"type": "null"}}}
+        )
+        with suppress(InvalidInput):
+            engine().grammars.compiled(what)
+
+
+def test_what_schemas_usually_have_is_not_too_much() -> None:
+    properties = {f"property {i}": {"type": "string", "maxLength": 3} for i in range(500)}
+    whole = {**all_may_be_left_out(0), "properties": properties, "required": list(properties)}
+    for schema in (all_may_be_left_out(200), whole):
+        made = engine(400)
+        request = made.add(
+            PROMPT, SamplingParams(max_tokens=200, seed=2, structured=StructuredOutput(json=schema))
+        )
+        made.finish_all()
+        assert request.failure is None
+
+
+def test_thousands_of_choices_and_any_characters() -> None:
+    many = [f"value number {i}" for i in range(2_500)]
+    odd = ["%llguidance {", "a\0b", "\x7f", '"', "\\", "</s>", "/", "\u2028"]
+    for choices in (many, odd):
+        for seed in range(4):
+            what = StructuredOutput(choice=choices)
+            [found] = completions(
+                engine(), SamplingParams(max_tokens=40, seed=seed, structured=what), PROMPT
+            )
+            assert found.text in choices and found.finish_reason == "stop"
+    what = StructuredOutput(regex="%llguidance")
+    [found] = completions(engine(), SamplingParams(max_tokens=40, structured=what), PROMPT)
+    assert found.text == "%llguidance"
+
+
 def test_a_text_that_is_certain_without_an_end_is_not_looked_at_to_its_end() -> None:
     """Its first word could always be longer: there is no other token than `a`, and no end."""
     params = SamplingParams(max_tokens=9, structured=StructuredOutput(grammar="start: /a+/ /a+/"))
@@ -394,6 +637,45 @@ def test_grammars_are_compiled_once_and_few_are_kept() -> None:
         grammars.compiled(StructuredOutput(regex=f"a{i}"))
     assert not grammars.has(StructuredOutput(json={"type": "null"}))
     assert grammars.has(StructuredOutput(regex="a0"))
+
+
+def test_what_one_answer_used_up_is_not_missed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers by one grammar share what is remembered of words: each would find it full."""
+    monkeypatch.setattr(grammars, "MAX_LEXER_STATES", 500)
+    what = StructuredOutput(regex=".*a.{60}b.{60}.*c.{40}")
+    made = engine(400)
+    lengths = []
+    for _ in range(2):
+        request = made.add(PROMPT, SamplingParams(max_tokens=300, seed=1, structured=what))
+        assert made.grammars.has(what)
+        made.finish_all()
+        assert isinstance(request.failure, GrammarFailed) and not made.grammars.has(what)
+        lengths.append(len(request.samples[0].token_ids))
+    assert lengths[0] == lengths[1] > 2
+
+
+def test_a_grammar_is_compiled_anew_after_some_answers() -> None:
+    grammars = Grammars(texts(), vocab_size=VOCABULARY, end_token_ids=[END])
+    what = StructuredOutput(regex="a")
+    first = grammars.compiled(what)
+    for _ in range(MAX_ANSWERS):
+        assert grammars.has(what) and grammars.compiled(what) is first
+        first.begin()
+    assert not grammars.has(what)
+    second = grammars.compiled(what)
+    assert second is not first and grammars.has(what) and grammars.compiled(what) is second
+
+
+def test_the_grammar_that_was_asked_for_last_is_kept() -> None:
+    grammars = Grammars(texts(), vocab_size=VOCABULARY, end_token_ids=[END])
+    asked, looked_at, left = (StructuredOutput(regex=f"b{i}") for i in range(3))
+    for what in (left, asked, looked_at):
+        grammars.compiled(what)
+    for i in range(MAX_GRAMMARS - 1):
+        grammars.compiled(asked)
+        assert grammars.has(looked_at)
+        grammars.compiled(StructuredOutput(regex=f"a{i}"))
+    assert grammars.has(asked) and grammars.has(looked_at) and not grammars.has(left)
 
 
 def test_properties_come_in_the_order_in_which_they_are_given() -> None:

@@ -281,6 +281,8 @@ def _schema(given: str) -> str:
     """A JSON schema that is given itself, or a file that it is in."""
     if given.lstrip().startswith("{"):
         return given
+    if not given.strip():
+        raise InvalidInput("it is empty: give a file, or the schema itself")
     try:
         return Path(given).read_text(encoding="utf-8")
     except OSError as problem:

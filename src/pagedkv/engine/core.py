@@ -232,6 +232,7 @@ class Engine:
             grammar = self.grammars.compiled(params.structured)
         limit = self._max_new_tokens(prompt_ids, params.max_tokens, name)
         request = Request(prompt, prompt_ids, params, limit, listener)
+        places = [None if grammar is None else grammar.begin() for _ in range(params.n)]
         sequences = self.scheduler.add(
             np.array(prompt_ids, dtype=np.int64),
             max_new_tokens=limit,
@@ -243,7 +244,7 @@ class Engine:
         seed = params.seed
         if seed is None:
             seed = request_seed(self._seed, self._num_requests)
-        for index, sequence in enumerate(sequences):
+        for index, (sequence, place) in enumerate(zip(sequences, places, strict=True)):
             state = SamplerState(
                 params,
                 prompt_ids,
@@ -258,7 +259,6 @@ class Engine:
                 eos_token_ids=self.end_token_ids,
                 limit=limit,
             )
-            place = None if grammar is None else grammar.begin()
             made = Sample(request, index, sequence, state, output, place)
             request.samples.append(made)
             self._samples[sequence] = made
@@ -473,9 +473,9 @@ class Engine:
         self.scheduler.commit(token_ids)
         said_s = self.seconds()
         completed: set[int] = set()
-        stuck: dict[Request, GrammarFailed] = {}
         if self._structured:
-            completed, stuck = self._advance(members, token_ids[places].tolist())
+            completed = self._advance(members, token_ids[places].tolist())
+        stuck: dict[Request, str] = {}
         finished: list[int] = []
         for member, token_id, logprob in zip(
             members, token_ids[places].tolist(), logprobs, strict=True
@@ -490,6 +490,8 @@ class Engine:
             member.tell(progress, (token_id,), logprob)
             if progress.finish is not None:
                 finished.append(member.sequence)
+            elif member.grammar is not None and member.grammar.problem is not None:
+                stuck[member.request] = member.grammar.problem
         if self._recorder is not None and len(batch.sequences):
             start_s, end_s = self._step_start_s - self._start_s, self.seconds()
             self._recorder.stepped(batch.lengths, batch.query_starts, start_s=start_s, end_s=end_s)
@@ -497,8 +499,8 @@ class Engine:
             self.scheduler.finish(finished)
             self._structured.difference_update(finished)
             self._record([self._samples.pop(sequence) for sequence in finished])
-        for request_given_up, why in stuck.items():
-            self._give_up(request_given_up, why)
+        for request_given_up, problem in stuck.items():
+            self._give_up(request_given_up, problem)
         for request, beam_step in searches:
             self._go_on(request, beam_step)
         if len(mistaken):
@@ -525,31 +527,22 @@ class Engine:
         return token_ids, logprobs, searches, mistaken
 
     @staticmethod
-    def _advance(
-        members: list[Sample], token_ids: list[int]
-    ) -> tuple[set[int], dict[Request, GrammarFailed]]:
-        """Note what those say that follow a grammar. Gives the sequences whose text is complete,
-        and the requests that cannot go on, each with the reason."""
-        completed, stuck = set(), {}
+    def _advance(members: list[Sample], token_ids: list[int]) -> set[int]:
+        """Note what those say that follow a grammar. Gives the sequences whose text is complete."""
+        completed = set()
         for member, token_id in zip(members, token_ids, strict=True):
-            if member.grammar is None:
-                continue
-            member.grammar.append(token_id)
-            if member.grammar.is_complete:
-                completed.add(member.sequence)
-            elif member.grammar.problem is not None:
-                stuck[member.request] = GrammarFailed(
-                    f"the answer cannot go on by its grammar: {member.grammar.problem}"
-                )
-        return completed, stuck
+            if member.grammar is not None:
+                member.grammar.append(token_id)
+                if member.grammar.is_complete:
+                    completed.add(member.sequence)
+        return completed
 
-    def _give_up(self, request: Request, why: GrammarFailed) -> None:
-        """End a request that cannot go on, unless it has ended with this very token."""
+    def _give_up(self, request: Request, problem: str) -> None:
+        """End a request that cannot go on."""
+        request.failure = GrammarFailed(f"the answer cannot go on by its grammar: {problem}")
         going_on = [s for s in request.samples if not s.is_finished]
-        if going_on:
-            request.failure = why
-            self.scheduler.cancel([s.sequence for s in going_on])
-            self._drop(going_on, Cut(self.scheduler.num_steps))
+        self.scheduler.cancel([s.sequence for s in going_on])
+        self._drop(going_on, Cut(self.scheduler.num_steps))
 
     def _correct(
         self, step: BegunStep, token_ids: NDArray[np.int64], mistaken: NDArray[np.int64]

@@ -238,8 +238,11 @@ class LLM:
                         grammar=grammars[i],
                     )
                     requests.append(request)
-            while not all(request.is_finished for request in requests):
+            have_ended = not requests
+            while not have_ended:
                 self._driving.turn()
+                # Before the look at failures: another thread's step may end them in between.
+                have_ended = all(request.is_finished for request in requests)
                 if told is not None and told.failure is not None:
                     raise told.failure
                 for request in requests:
@@ -637,7 +640,8 @@ class _Driving:
                     if order.request:
                         self._engine.cancel(order.request)
             for order in ended:
-                order.tell(failure)
+                own = None if order.request is None else order.request.failure
+                order.tell(own or failure)
             raise
         for order in running:
             if order.request is not None and order.request.failure is not None:

@@ -7,8 +7,10 @@ The names are vLLM's. `docs/structured-output.md` is the page for users.
 from __future__ import annotations
 
 import json as json_text
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from pagedkv.errors import InvalidInput
@@ -19,7 +21,27 @@ MAX_STRUCTURE_CHARACTERS = 65_536
 MAX_SCHEMA_NESTING = 64
 """Lists and objects inside each other in a schema; vLLM's number."""
 
+MAX_PROPERTIES = 1_600
+"""Of all objects in a schema: more are too many for a grammar, which takes a second to find out."""
+
+MAX_GRAMMAR_LINES = 500
+"""Of a grammar: to turn more of GBNF's rules into Lark's takes their square, 0.2 s for these."""
+
+MAX_INTERSECTED_PATTERNS = 12
+"""Patterns and formats of a schema that one text may have to match together: whether there is such
+a text takes twice as long for each more, from 16 on seconds."""
+
+MAX_MULTIPLE = 10_000
+"""What numbers are multiples of, without its zeros: 44 ms to compile; 100,000 takes a second."""
+
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+_COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
+"""What a schema has besides its own keywords, to hold together with them."""
+
+
+_INNER_SCHEMA = re.compile(r"%json\s*")
+"""What stands before a schema in a grammar."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +91,8 @@ class StructuredOutput:
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
         _check_text(self.kind, self.text)
+        if self.grammar is not None:
+            _check_inner_schemas(self.grammar)
 
     @property
     def kind(self) -> str:
@@ -93,6 +117,7 @@ def _schema_text(schema: Any) -> str:
         if parsed is False:
             raise InvalidInput("json is false, the schema that nothing has")
         check_nesting(parsed)
+        _check_cost(parsed)
         whole = {} if parsed is True else parsed
         return json_text.dumps(whole, separators=(",", ":"), allow_nan=False, default=dict)
     except RecursionError:
@@ -115,6 +140,64 @@ def check_nesting(value: Any) -> None:
     raise InvalidInput(f"json is nested more than {MAX_SCHEMA_NESTING} levels deep")
 
 
+def _check_cost(schema: Any) -> None:
+    """Refuse what would take seconds to compile, as far as it can be told by its looks."""
+    num_properties = num_patterns = num_intersected = 0
+    to_see = [(schema, False)]
+    while to_see:
+        part, is_intersected = to_see.pop()
+        if isinstance(part, list | tuple):
+            to_see += [(inner, is_intersected) for inner in part]
+        if not isinstance(part, Mapping):
+            continue
+        _check_multiple(part.get("multipleOf"))
+        properties = part.get("properties")
+        num_properties += len(properties) if isinstance(properties, Mapping) else 0
+        has_pattern = isinstance(part.get("pattern"), str) or isinstance(part.get("format"), str)
+        is_combined = is_intersected or not _COMBINING.isdisjoint(part)
+        num_patterns += has_pattern
+        num_intersected += is_combined and (has_pattern or "$ref" in part)
+        to_see += [
+            (inner, name == "allOf" or (is_combined and name in _COMBINING))
+            for name, inner in part.items()
+        ]
+    if num_properties > MAX_PROPERTIES:
+        raise InvalidInput(
+            f"json has {num_properties} properties, at most {MAX_PROPERTIES} can be followed"
+        )
+    if min(num_patterns, num_intersected) > MAX_INTERSECTED_PATTERNS:
+        raise InvalidInput(
+            f"json has {num_intersected} patterns that may have to match together, at most "
+            f"{MAX_INTERSECTED_PATTERNS} can be followed"
+        )
+
+
+def _check_inner_schemas(grammar: str) -> None:
+    """Refuse a grammar for the schemas in it that would be refused by themselves."""
+    decoder = json_text.JSONDecoder()
+    end = 0
+    while found := _INNER_SCHEMA.search(grammar, end):
+        try:
+            schema, end = decoder.raw_decode(grammar, found.end())
+            check_nesting(schema)
+            _check_cost(schema)
+        except RecursionError:
+            raise InvalidInput("grammar: json is nested too deeply") from None
+        except InvalidInput as problem:
+            raise InvalidInput(f"grammar: {problem}") from None
+        except ValueError:
+            raise InvalidInput("grammar: no JSON follows %json") from None
+
+
+def _check_multiple(multiple: Any) -> None:
+    if isinstance(multiple, int | float) and not isinstance(multiple, bool):
+        digits = Decimal(repr(multiple)).normalize().as_tuple().digits
+        if int("".join(map(str, digits)) or 0) > MAX_MULTIPLE:
+            raise InvalidInput(
+                f"json has multipleOf {multiple}: at most {MAX_MULTIPLE} can be followed"
+            )
+
+
 def _choices(choices: Any) -> tuple[str, ...]:
     """Choices as a tuple. Half a character could not be said, and JSON's escapes would hide it."""
     is_list = isinstance(choices, Sequence) and not isinstance(choices, str | bytes)
@@ -130,6 +213,9 @@ def _check_text(kind: str, text: str) -> None:
         raise InvalidInput(
             f"{kind} has {len(text)} characters, at most {MAX_STRUCTURE_CHARACTERS} are taken"
         )
+    num_lines = len(text.splitlines())
+    if kind == "grammar" and num_lines > MAX_GRAMMAR_LINES:
+        raise InvalidInput(f"grammar has {num_lines} lines, at most {MAX_GRAMMAR_LINES} are taken")
     try:
         text.encode()
     except UnicodeEncodeError:
