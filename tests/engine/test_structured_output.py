@@ -666,6 +666,16 @@ def test_a_grammar_is_compiled_anew_after_some_answers() -> None:
     assert second is not first and grammars.has(what) and grammars.compiled(what) is second
 
 
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_plain_grammar_may_be_followed_as_far_as_a_schema(is_plain: bool) -> None:
+    grammar = f"start: %json {json.dumps(all_may_be_left_out(150))}"
+    grammars = Grammars(texts(), vocab_size=VOCABULARY, end_token_ids=[END])
+    place = grammars.compiled(StructuredOutput(grammar=grammar, is_plain=is_plain)).begin()
+    for token_id in json_tokenizer().encode('{"0":1,"12":2}', add_special_tokens=False):
+        place.append(token_id)
+    assert (place.problem is None) == is_plain
+
+
 def test_the_grammar_that_was_asked_for_last_is_kept() -> None:
     grammars = Grammars(texts(), vocab_size=VOCABULARY, end_token_ids=[END])
     asked, looked_at, left = (StructuredOutput(regex=f"b{i}") for i in range(3))

@@ -66,6 +66,8 @@ class StructuredOutput:
     """Texts, one of which it is."""
     grammar: str | None = None
     """A grammar in Lark's notation, or in GBNF."""
+    is_plain: bool = False
+    """Of a grammar: whether it has one way to say a text. It may be followed as far as a schema."""
     json_object: bool | None = None
     """Any JSON object."""
     disable_any_whitespace: bool = False

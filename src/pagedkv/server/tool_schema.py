@@ -153,7 +153,8 @@ class ToolFields(Body):
         schemas = {tool.function.name: tool.argument_schema() for tool in self._callable}
         is_one = self.parallel_tool_calls is False or isinstance(self.tool_choice, ToolChoice)
         answer = None if otherwise is None else otherwise.text
-        return StructuredOutput(grammar=call_grammar(schemas, answer, is_one=is_one))
+        grammar = call_grammar(schemas, answer, is_one=is_one)
+        return StructuredOutput(grammar=grammar, is_plain=True)
 
     def call_reader(self) -> CallReader | None:
         """What finds the calls in an answer; None where there are none to be found."""
