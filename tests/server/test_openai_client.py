@@ -319,6 +319,11 @@ def test_a_stop_string_ends_an_answer_and_is_not_shown(server: TinyServer) -> No
         pieces = list(client.completions.create(**asked, stop=stops, stream=True))
         assert "".join(piece.choices[0].text for piece in pieces) == whole[:at]
         assert pieces[-1].choices[0].finish_reason == "stop"
+        assert pieces[-1].choices[0].stop_reason == stop  # type: ignore[attr-defined]
+        assert not any(hasattr(piece.choices[0], "stop_reason") for piece in pieces[:-1])
+    chat: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 9, "stream": True}
+    [*_, last] = client.chat.completions.create(**chat, logit_bias={"70": 100}, stop=["gg"])
+    assert last.choices[0].stop_reason == "gg"
 
 
 def test_a_seed_repeats_an_answer_and_penalties_change_it(server: TinyServer) -> None:

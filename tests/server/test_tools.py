@@ -202,6 +202,16 @@ def test_an_answer_that_is_no_call_has_its_own_form(server: TinyServer) -> None:
                 assert isinstance(call.function.parsed_arguments, City)
 
 
+def test_a_stream_says_which_stop_string_ended_it(server: TinyServer) -> None:
+    events = list(
+        server.client().chat.completions.create(
+            **says("One, two, three", stop=[", three"]), stream=True
+        )
+    )
+    assert added_up(events)[0]["content"] == "One, two"
+    assert events[-1].choices[0].stop_reason == ", three"
+
+
 def test_a_stream_that_waits_for_a_call_is_not_silent(server: TinyServer) -> None:
     body = says(CALL, stream=True, temperature=0)
     body.update(body.pop("extra_body"))

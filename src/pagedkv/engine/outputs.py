@@ -20,6 +20,8 @@ class Chunk:
     logprobs: tuple[TokenLogprob, ...] | None
     finish_reason: FinishReason | None
     """Why the sample ended, with its last chunk, else None; see `stopping.Finish`."""
+    stop_reason: str | int | None = None
+    """The stop string or the token id that ended it, with its last chunk, if one did."""
 
 
 @dataclass(frozen=True)

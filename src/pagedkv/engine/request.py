@@ -133,5 +133,6 @@ class Sample:
                     token_ids=token_ids,
                     logprobs=None if logprob is None else (logprob,),
                     finish_reason=None if progress.finish is None else progress.finish.reason,
+                    stop_reason=None if progress.finish is None else progress.finish.stop,
                 )
             )

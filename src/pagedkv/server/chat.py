@@ -114,9 +114,10 @@ def _piece(chunk: Chunk, place: int, is_first: bool, names: TokenNames | None) -
         logprobs = json.dumps(chat_logprobs(chunk.logprobs, names), separators=(",", ":"))
     role = '"role":"assistant",' if is_first else ""
     reason = "null" if chunk.finish_reason is None else f'"{chunk.finish_reason}"'
+    stop = "" if chunk.stop_reason is None else f',"stop_reason":{json.dumps(chunk.stop_reason)}'
     return (
         f'{{"index":{place},"delta":{{{role}"content":{json.dumps(chunk.text)}}},'
-        f'"logprobs":{logprobs},"finish_reason":{reason}}}'
+        f'"logprobs":{logprobs},"finish_reason":{reason}{stop}}}'
     )
 
 
@@ -138,4 +139,6 @@ def _pieces(chunk: Chunk, place: int, names: TokenNames | None, calls: CallDelta
             "logprobs": logprobs if nth == 1 else None,
             "finish_reason": reason if nth == len(deltas) else None,
         }
+        if nth == len(deltas) and chunk.stop_reason is not None:
+            choice["stop_reason"] = chunk.stop_reason
         yield json.dumps(choice, separators=(",", ":"))

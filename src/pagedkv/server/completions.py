@@ -172,7 +172,8 @@ def _piece(
         offset += sum(map(len, shape["tokens"]))
         logprobs = json.dumps(shape, separators=(",", ":"))
     reason = "null" if chunk.finish_reason is None else f'"{chunk.finish_reason}"'
+    stop = "" if chunk.stop_reason is None else f',"stop_reason":{json.dumps(chunk.stop_reason)}'
     return (
         f'{{"index":{index},"text":{json.dumps(text)},"logprobs":{logprobs},'
-        f'"finish_reason":{reason}}}'
+        f'"finish_reason":{reason}{stop}}}'
     ), offset
