@@ -174,3 +174,18 @@ def test_heads_are_turned_by_their_tokens_angles(
         assert (apart <= RELATIVE[dtype] * sizes + tiny).all()
         # What is not turned is the same, bit for bit.
         assert torch.equal(turned_one[..., turned:], given_one[..., turned:])
+
+
+def test_heads_that_lie_more_than_2_to_the_31_numbers_apart_are_turned() -> None:
+    apart, tokens, size = 2**30 + 8, 3, 8
+    room = torch.empty(2 * apart + tokens * size, dtype=torch.float16, device=DEVICE)
+    far = room.as_strided((1, tokens, 3, size), (room.numel(), size, apart, 1))
+    near = numbers(5, torch.float16, 1, tokens, 3, size)
+    far.copy_(near)
+    cos, sin = (numbers(6 + i, torch.float16, 1, tokens, size) for i in range(2))
+    form = RotaryForm(False, False, False, False, False)
+    for found, expected in zip(
+        rotated(far, far, cos, sin, form, by_token=True),
+        rotated(near, near, cos, sin, form, by_token=True),
+    ):
+        assert found is not None and expected is not None and torch.equal(found, expected)
