@@ -32,6 +32,7 @@ from pagedkv.engine.request import Request
 from pagedkv.engine.sampling import NotFinite
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.errors import InvalidInput
+from pagedkv.scheduling.continuous import Batch
 
 
 @cache
@@ -191,6 +192,37 @@ def test_a_token_that_was_taken_for_another_changes_nothing(
         found = run(asked, seed, ahead=True, **options)
         assert _Mistaken.num_mistakes > 0
     assert_same(plain, found)
+
+
+class _MistakenOnce(DeviceSampler):
+    """Takes the first token of an answer with seed 77 for another one."""
+
+    def choose(self, logits: Any, turns: Any, *more: Any, **options: Any) -> Choice:
+        choice = super().choose(logits, turns, *more, **options)
+        said, known = torch.from_numpy(choice.read.numpy()).clone()
+        for i, turn in enumerate(turns):
+            if turn is not None and turn.state.seed == 77 and turn.position == 0:
+                said[i], known[i] = (said[i] + 1) % VOCABULARY, 1
+        return replace(choice, said=said, logits=logits, read=Read(torch.stack([said, known])))
+
+
+def test_who_ends_with_a_token_that_was_taken_for_another_leaves_no_wrong_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids = [5, 6, 7]  # the next token fills the first block
+    plain = engine(ahead=False)
+    [[first, *_]] = plain.answers([ids], greedy(1))
+    asked, following = [*ids, first, 30, 31], greedy(4)
+    monkeypatch.setattr(core, "DeviceSampler", _MistakenOnce)
+    running = engine()
+    ends = SamplingParams(temperature=0, seed=77, max_tokens=9, stop_token_ids=[first])
+    request = running.add(ids, ends)
+    running.step()  # and the one that was begun with another token, which nobody wants any more
+    assert request.is_finished and running.is_idle
+    hit = running.add(asked, following)
+    running.finish_all()
+    assert hit.num_cached_tokens == 4
+    assert tokens_of(hit) == engine(ahead=False).answers([asked], following)[0]
 
 
 def test_greedy_steps_are_begun_before_the_one_before_is_read() -> None:
@@ -358,6 +390,55 @@ def test_a_step_that_found_no_memory_is_computed_again(
     running = engine(ahead=ahead, budget=13)
     assert running.answers([prompt(i, 9) for i in range(3)], greedy(6)) == expected
     assert scarce.calls > 4
+
+
+def test_a_step_that_is_computed_again_copies_no_block_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sample copies a block whose other user gives way, and a third writes to that block then."""
+
+    def said() -> Any:
+        running = engine(4, ahead=False)
+        batches: list[Batch] = []
+        schedule = running.scheduler.schedule
+
+        def scheduled() -> Batch:
+            batches.append(schedule())
+            return batches[-1]
+
+        running.scheduler.schedule = scheduled  # type: ignore[method-assign]
+        forked = SamplingParams(n=2, seed=1, max_tokens=4, ignore_eos=True)
+        samples = running.add([5, 6, 7, 8, 9], forked)
+        other = running.add([20, 21, 22, 23], greedy(4))
+        running.finish_all()
+        [[copied, _]] = batches[1].copies.tolist()
+        assert copied in batches[1].slots // 4  # or this tests nothing
+        told = [completion.token_ids for completion in samples.generation().completions]
+        return told, tokens_of(other)
+
+    expected = said()
+    Scarce(monkeypatch, {2})
+    assert said() == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"prompt_logprobs": 0}])
+def test_a_step_that_never_ran_publishes_nothing(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = engine()
+    runs = running.add([5, 6, 7], greedy(9))
+    running.step()
+    unwanted = running.add(prompt(1, 9), greedy(9, **options))
+    Scarce(monkeypatch, {1})
+    running.step()
+    assert [step.is_postponed for step in running._begun] == [True]
+    running.cancel(runs)
+    running.cancel(unwanted)
+    assert running.is_idle
+    request = running.add(prompt(1, 9), greedy(4))
+    running.finish_all()
+    assert request.num_cached_tokens == 0
+    assert tokens_of(request) == engine(ahead=False).answers([prompt(1, 9)], greedy(4))[0]
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
+import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -244,6 +246,52 @@ def test_a_stream_raises_what_its_request_is_refused_for_and_what_its_step_faile
         assert asyncio.run(_read(made, [5, 6, 7], 4)) == says((5, 6, 7), 4)
     with pytest.raises(InvalidInput, match="closed"):
         asyncio.run(read(made, [1]))
+
+
+def test_who_generates_raises_what_a_step_failed_of_that_another_thread_ran() -> None:
+    with llm() as made:
+        logits, here = made._engine.model.logits, threading.current_thread()
+        began = threading.Event()
+
+        def broken(*arguments: Any) -> Any:
+            if began.is_set() and threading.current_thread() is not here:
+                raise OSError("the machine caught fire")
+            return logits(*arguments)
+
+        made._engine.model.logits = broken  # type: ignore[method-assign]
+        told: list[Any] = []
+        made.submit([5, 6, 7], greedy(400), told.append)
+        with pytest.raises(OSError, match="fire"):
+            made.generate([[8, 9]], greedy(400), on_chunk=lambda *_: began.set())
+        with pytest.raises(OSError, match="fire"):
+            made.submit([5, 6, 7], greedy(400), told.append)
+            made.beam_search([[8, 9]], BeamSearchParams(num_beams=2, max_tokens=300))
+        assert isinstance(told[-1], OSError)
+        del made._engine.model.logits
+
+
+def test_a_stream_that_waits_has_no_part_in_a_step_that_fails() -> None:
+    with llm(max_num_seqs=1) as made:
+        logits, calls = made._engine.model.logits, itertools.count()
+        told: list[Any] = []
+
+        def broken(*arguments: Any) -> Any:
+            call = next(calls)
+            if call == 1:
+                made.submit([5, 6, 7], greedy(4), told.append)
+            if call == 3:
+                raise OSError("the machine caught fire")
+            return logits(*arguments)
+
+        made._engine.model.logits = broken  # type: ignore[method-assign]
+        with pytest.raises(OSError, match="fire"):
+            made.generate([[8, 9]], greedy(9))
+        while not (told and isinstance(told[-1], Chunk) and told[-1].finish_reason):
+            assert not any(isinstance(news, BaseException) for news in told)
+            time.sleep(0.01)
+        chunks = [news for news in told if isinstance(news, Chunk)]
+        assert tuple(i for chunk in chunks for i in chunk.token_ids) == says((5, 6, 7), 4)
+        del made._engine.model.logits
 
 
 def test_closing_tells_streams_that_go_on() -> None:

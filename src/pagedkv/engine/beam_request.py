@@ -43,6 +43,8 @@ class BeamRequest:
         self.num_preemptions = 0
         """How often one of its beams gave way."""
         self.is_finished = False
+        self.failure: BaseException | None = None
+        """What a step failed of in which it had a part."""
         self._search = BeamSearch(self.params, eos_token_ids=end_token_ids)
         self._known: dict[int, NDArray[np.float32]] = {}  # by sequence
         self._is_cancelled = False

@@ -44,6 +44,9 @@ class BegunStep:
     forward_time: ForwardTime | None = None
     reports: list[tuple[int, Request]] = field(default_factory=list)
     """Places in the batch of prompts whose log probabilities somebody wants."""
+    has_copied: bool = False
+    """Whether the blocks of `batch.copies` are copied: once it has written to others, what was in
+    them is no more."""
     failure: BaseException | None = None
     """Why it could not be begun: to be raised when it is its turn."""
     is_postponed: bool = False

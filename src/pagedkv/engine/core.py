@@ -155,6 +155,8 @@ class Engine:
         self._beams: dict[int, BeamRequest] = {}  # by sequence
         self._num_requests = 0
         self._output_tokens = 0
+        self.num_failed_steps = 0
+        """Steps whose model, or whose choice of tokens, failed: their requests have ended."""
         self._step_s = 0.0
         self._step_start_s = 0.0
         self._forward_s = 0.0
@@ -372,7 +374,7 @@ class Engine:
         """Run the model, and choose the tokens where the device can.
 
         Where the device has no memory left for it, once more with what torch had kept unused; if
-        another step runs, after that one. All that it writes, it writes again.
+        another step runs, after that one. All that it writes, it writes again, but for copies.
         """
         step.is_postponed = False
         if not len(step.batch.sequences):
@@ -406,6 +408,9 @@ class Engine:
             said = step.last.choice.said
         # What a graph says is overwritten by the next one, and reports are read after that.
         size = None if self.graphs is None or step.reports else self.graphs.size_for(batch)
+        if len(batch.copies) and not step.has_copied:
+            self.storage.copy_blocks(batch.copies)
+            step.has_copied = True
         if self.graphs is not None and size is not None:
             logits = self.graphs.logits(size, batch, step.rows, said, step.forward_time)
         else:
@@ -458,14 +463,22 @@ class Engine:
         except BaseException as failure:
             self._begun.popleft()
             failed = Cut(self.scheduler.num_steps - 1, by_failure=True)
-            ended = self.scheduler.abandon()
-            for request in dict.fromkeys(self._beams[s] for s in ended if s in self._beams):
-                self._drop_search(request)
-            self._drop([self._samples[s] for s in ended if s in self._samples], failed)
+            self.num_failed_steps += 1
+            told = failure
             if isinstance(failure, torch.OutOfMemoryError):
                 step.all_logits = step.logits = torch.empty(0)
                 give_back_unused(self.model.device)
-                raise OutOfDeviceMemory(self.model.device, len(batch.token_ids)) from None
+                told = OutOfDeviceMemory(self.model.device, len(batch.token_ids))
+            ended = self.scheduler.abandon()
+            for request in dict.fromkeys(self._beams[s] for s in ended if s in self._beams):
+                request.failure = told
+                self._drop_search(request)
+            dropped = [self._samples[s] for s in ended if s in self._samples]
+            for member in dropped:
+                member.request.failure = told
+            self._drop(dropped, failed)
+            if told is not failure:
+                raise told from None
             raise
         forward_s = 0.0 if step.forward_time is None else step.forward_time.seconds()
         sampling_s = self._clock() - sampling_start_s
@@ -549,18 +562,19 @@ class Engine:
     ) -> None:
         """A step says `token_ids`, and not what the device took it to say for the `mistaken`.
 
-        A step that was begun with that is computed again, where somebody still wants to know: all
-        that it wrote, it writes again.
+        A step that was begun with that is computed again: all that it wrote, it writes again. Also
+        where nobody wants to know any more, since the blocks are named by what was said.
         """
-        goes_on = []
-        for i in mistaken.tolist():
-            member = self._samples.get(int(step.batch.due[i]))
+        sequences = step.batch.due[mistaken]
+        for sequence in sequences.tolist():
+            member = self._samples.get(sequence)
             if member is not None and self._sampler is not None:
                 self._sampler.forget(member.state)
-                goes_on.append(i)
-        if not self._begun or not goes_on or step.choice is None:
+        if not self._begun or step.choice is None:
             return
         following = self._begun[0]
+        if not np.isin(sequences, following.batch.sequences).any():
+            return
         (said,) = uploaded([token_ids], self.model.device)
         step.choice = replace(step.choice, said=said)
         if following.failure is None and not following.is_postponed:
@@ -624,7 +638,11 @@ class Engine:
             s in self._samples or s in self._beams for s in self._begun[0].batch.sequences.tolist()
         ):
             self._step_start_s = self._clock()
-            self._conclude()
+            if self._begun[0].is_postponed:  # it never ran, and what it was to write is not there
+                self._begun.popleft()
+                self.scheduler.abandon()
+            else:
+                self._conclude()
 
     def statistics(self) -> EngineStatistics:
         """What happened so far."""

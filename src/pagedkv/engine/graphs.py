@@ -204,8 +204,6 @@ class _Graph:
     ) -> None:
         """Compute `batch`, all on the current stream; within `timed` the graph itself."""
         n, u = len(batch.sequences), len(batch.awaited)
-        if len(batch.copies):
-            self._storage.copy_blocks(batch.copies)
         # Torch's, and not used again before it is copied.
         packed = torch.empty(3 * self._size + 2 * u, dtype=torch.int64, pin_memory=self._is_pinned)
         numbers = packed.numpy()

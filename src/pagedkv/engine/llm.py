@@ -245,9 +245,7 @@ class LLM:
                 have_ended = all(request.is_finished for request in requests)
                 if told is not None and told.failure is not None:
                     raise told.failure
-                for request in requests:
-                    if request.failure is not None:
-                        raise request.failure
+                _raise_failure(requests)
         finally:
             self._cancel(requests)
         return [request.generation() for request in requests]
@@ -278,8 +276,11 @@ class LLM:
                         ids, each[i], prompt=text, name=f"prompt {i + 1}", namespace=namespace
                     )
                     requests.append(request)
-            while not all(request.is_finished for request in requests):
+            have_ended = not requests
+            while not have_ended:
                 self._driving.turn()
+                have_ended = all(request.is_finished for request in requests)
+                _raise_failure(requests)
         finally:
             self._cancel(requests)
         return [request.generation() for request in requests]
@@ -588,7 +589,7 @@ class _Driving:
         with self._lock:
             self._take_orders()
             for order in self._orders:
-                if order.request is not None:
+                if order.request is not None and not order.request.is_finished:
                     self._engine.cancel(order.request)
                     order.tell(InvalidInput("this LLM was closed"))
             self._tell_watchers()
@@ -629,23 +630,31 @@ class _Driving:
     def _step(self) -> None:
         self._orders = [o for o in self._orders if o.request and not o.request.is_finished]
         running = self._orders
+        num_failed_steps = self._engine.num_failed_steps
         try:
             self._engine.step()
         except BaseException as failure:
-            ended = [order for order in running if order.request and order.request.is_finished]
-            if not ended and isinstance(failure, Exception):
+            ended = [o for o in running if o.request and o.request.failure is not None]
+            if self._engine.num_failed_steps == num_failed_steps and isinstance(failure, Exception):
                 # Nobody's model or token failed but the step itself, and so would the next one.
                 ended = running
-                for order in running:
-                    if order.request:
-                        self._engine.cancel(order.request)
             for order in ended:
-                own = None if order.request is None else order.request.failure
+                own = None
+                if order.request is not None:
+                    self._engine.cancel(order.request)
+                    own = order.request.failure
                 order.tell(own or failure)
             raise
         for order in running:
             if order.request is not None and order.request.failure is not None:
                 order.tell(order.request.failure)
+
+
+def _raise_failure(requests: Sequence[Request | BeamRequest]) -> None:
+    """Raise what one of these failed of, whichever thread ran that step."""
+    for request in requests:
+        if request.failure is not None:
+            raise request.failure
 
 
 def _loaded(

@@ -94,10 +94,8 @@ class PagedModel:
 
         On the model's device, which need not have computed them yet; float32 on the CPU, and in
         the model's dtype on others. Keys and values of all tokens of the batch are in `storage`
-        afterwards.
+        afterwards; the blocks of `batch.copies` have been copied before.
         """
-        if len(batch.copies):
-            storage.copy_blocks(batch.copies)
         # A model makes logits for at least one row.
         wanted = rows if len(rows) else np.zeros(1, dtype=np.int64)
         places, sources = batch.awaited[:, 0], batch.awaited[:, 1]

@@ -11,7 +11,6 @@ from pagedkv.engine.recording import Arrival, Cut
 from pagedkv.engine.sampling import SamplerState
 from pagedkv.engine.sampling_params import SamplingParams
 from pagedkv.engine.stopping import Finish, OutputText, Progress
-from pagedkv.errors import InvalidInput
 
 Listener = Callable[[Chunk], None]
 """Is told each chunk of a request, in the thread that runs the step; must not block or raise."""
@@ -41,8 +40,8 @@ class Request:
         """When that was, by the engine's clock."""
         self.num_preemptions = 0
         """How often one of its samples gave way."""
-        self.failure: InvalidInput | None = None
-        """Why it was given up although nobody cancelled it and no step failed."""
+        self.failure: BaseException | None = None
+        """Why it was given up: what a step failed of in which it had a part, or `GrammarFailed`."""
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]

@@ -42,7 +42,10 @@ def as_integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
 
 def as_keys(block_keys: ArrayLike) -> NDArray[np.uint64]:
     """`block_keys` as compiled code takes them; the caller checks the shape."""
-    keys = np.asarray(block_keys)
+    try:
+        keys = np.asarray(block_keys)
+    except ValueError:  # some are lists
+        raise InvalidInput("block_keys are not pairs of integers: give [k, 2]") from None
     if keys.dtype != np.uint64:
         if keys.dtype.kind not in "iu" and keys.size:
             raise InvalidInput(f"block_keys are {keys.dtype}: give uint64")
