@@ -435,6 +435,20 @@ def test_as_many_patterns_as_one_likes_may_stand_beside_each_other() -> None:
     StructuredOutput(grammar="start: x\n" * 500)
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "a & b" /x&~y/  // c & d',
+        'root ::= [^&~] "~" # x & y',
+        *("start: " + part * 20_000 for part in ("[", "/", '"', "/\\", '"\\', "[\\")),
+        "root ::= " + "[\\" * 20_000,
+    ],
+    ids=lambda grammar: repr(grammar[:24]),
+)
+def test_what_a_grammar_quotes_is_no_operator_and_is_read_once(grammar: str) -> None:
+    assert StructuredOutput(grammar=grammar).grammar == grammar
+
+
 def test_what_a_schema_in_a_grammar_says_is_no_other_schema() -> None:
     grammar = 'start: %json {"const": "%json {1}"} | %json {"multipleOf": 3}'
     assert StructuredOutput(grammar=grammar).grammar == grammar
@@ -452,7 +466,7 @@ def test_what_a_schema_in_a_grammar_says_is_no_other_schema() -> None:
         ({"json": False}, "the schema that nothing has"),
         ({"json": {"const": float("nan")}}, "json is no JSON schema"),
         ({"json": {"const": object()}}, "json is no JSON schema"),
-        ({"json": '{"a":' * 100_000}, "json is nested too deeply"),
+        ({"json": '{"a":' * 10_000}, "json is nested too deeply"),
         (
             {"json": json.dumps({"a": [[[[]]]]}).replace("[[", "[" * 70).replace("]]", "]" * 70)},
             "json is nested more than 64 levels deep",
@@ -463,6 +477,10 @@ def test_what_a_schema_in_a_grammar_says_is_no_other_schema() -> None:
         ({"grammar": "start: x\n" * 501}, "grammar has 501 lines, at most 500 are taken"),
         ({"grammar": "start: %json {1}"}, "grammar: no JSON follows %json"),
         ({"grammar": 'start: %json {"multipleOf": 10001}'}, "grammar: json has multipleOf 10001"),
+        ({"json": {"anyOf": [{"multipleOf": 97}, {"multipleOf": 131}]}}, "json has multipleOf 97"),
+        ({"grammar": "start: A\nA: /a/ & /b/"}, "grammar has & or ~, which may take for ever"),
+        ({"grammar": 'start: ["a" ~ /b/]'}, "grammar has & or ~"),
+        ({"json": "[" * 70_000}, "json has 70000 characters"),
         ({"json": {"items": {"multipleOf": 1.00001}}}, "json has multipleOf 1.00001: at most"),
         ({"json": all_may_be_left_out(1_601)}, "json has 1601 properties, at most 1600 can be"),
         ({"json": PATTERNS}, "json has 13 patterns that may have to match together, at most 12"),

@@ -36,6 +36,7 @@ def server() -> Iterator[TinyServer]:
         (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 40_000}]}),
         (TokenizeRequest, {"messages": [{}] * 40_000}),
         (DetokenizeRequest, {"tokens": [-1] * 1_000_000}),
+        (ChatRequest, {"messages": [], "modalities": [1] * 40_000}),
         (CompletionRequest, {"prompt": "a", "stop": [1] * 40_000}),
         (CompletionRequest, {"prompt": "a", "stop_token_ids": ["a"] * 40_000}),
         (CompletionRequest, {"prompt": "a", "guided_choice": [1] * 40_000}),
@@ -48,6 +49,8 @@ def test_a_list_has_one_mistake(kind: type[Body], body: dict[str, Any]) -> None:
     assert refusal.value.error_count() < 10
 
 
+TOO_MANY = "the body has more than 50,000 values, the token ids of prompts not counted"
+
 LARGE = {
     "messages": {"messages": [{}] * (MAX_VALUES + 1)},
     "valid messages": {"messages": [{"role": "user", "content": "a"}] * (MAX_VALUES // 2)},
@@ -55,6 +58,8 @@ LARGE = {
     "fields": {str(i): 1 for i in range(MAX_VALUES + 1)},
     "prompts of ids": {"prompt": [[1]] * MAX_VALUES, "n": 1},
     "prompts of text": {"prompt": ["a"] * MAX_VALUES, "n": 1},
+    "integers that are no token ids": {"guided_json": {"enum": [1] * MAX_VALUES}},
+    "integers in a message": {"messages": [[1] * MAX_VALUES]},
     "deep": {"metadata": {"a": [[["b"] * 10] * 100] * 100}},
 }
 
@@ -64,17 +69,20 @@ def test_a_body_of_too_many_values_has_one_mistake_and_is_not_looked_into(what: 
     with pytest.raises(ValidationError) as refusal:
         WholeBody.model_validate(LARGE[what])
     [error] = refusal.value.errors()
-    assert error["msg"] == "the body has more than 50,000 values, token ids not counted"
+    assert error["msg"] == TOO_MANY
 
 
 def test_as_many_values_as_there_may_be_are_read_and_token_ids_are_not_counted() -> None:
     class Listed(WholeBody):
         items: ListOf[int | str]
-        others: ListOf[int] = []
+        prompt: list[Any] = []
+        tokens: list[Any] = []
 
-    Listed.model_validate({"items": [*range(MAX_VALUES - 3), "a"], "others": [1] * 200_000})
+    items = [*range(MAX_VALUES - 6), "a"]
+    ids = [1] * 200_000
+    Listed.model_validate({"items": items, "prompt": [ids, ids], "tokens": ids})
     with pytest.raises(ValidationError):
-        Listed.model_validate({"items": [*range(MAX_VALUES - 1), "a"], "others": []})
+        Listed.model_validate({"items": [*items, 1], "prompt": [ids, ids], "tokens": ids})
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
@@ -87,4 +95,4 @@ def test_who_sends_too_much_is_told_in_one_line(server: TinyServer, path: str) -
         )
     error = told.json()["error"]
     assert told.status_code == 400
-    assert error["message"] == "the body has more than 50,000 values, token ids not counted"
+    assert error["message"] == TOO_MANY

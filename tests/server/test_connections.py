@@ -523,3 +523,45 @@ def test_there_are_not_more_connections_than_the_system_has_files_for(
     assert allowed(64, 100, 4_096) == (1, [(100, 100)])
     monkeypatch.setitem(sys.modules, "resource", None)
     assert connections._allowed_connections(4_096) == 4_096
+
+
+BODY = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n"
+
+
+def test_what_comes_behind_a_body_is_no_header() -> None:
+    told: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        told.append([name for name, _ in scope["headers"]])
+        headers = [(b"content-length", b"0")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def run() -> None:
+        connection = Connection(app=app)
+        for _ in range(2):
+            await connection.asks(BODY + b"Authorization: Bearer k\r\n")
+            await connection.asks(b"X-More: 1\r\n\r\n")
+        assert [status for status, _, _ in connection.answers()] == [200, 200]
+
+    asyncio.run(run())
+    assert told == [[b"host", b"transfer-encoding"]] * 2
+
+
+@pytest.mark.parametrize("line", [b"X-More: " + b"y" * 990 + b"\r\n", b"y" * 1_000])
+def test_what_comes_behind_a_body_is_bounded_as_a_head_is(line: bytes) -> None:
+    async def run() -> None:
+        connection = Connection()
+        connection.may_answer.clear()
+        await connection.asks(BODY + b"X-More: ")
+        for _ in range(60):
+            await connection.asks(line)
+        assert connection.transport.calls == []
+        for _ in range(10):
+            await connection.asks(line)
+        assert [status for status, _, _ in connection.answers()] == [431]
+        assert connection.transport.calls == ["write_eof"]
+
+    asyncio.run(run())

@@ -335,6 +335,22 @@ def test_functions_and_calls_are_in_the_prompt(server: TinyServer) -> None:
         )
 
 
+@pytest.mark.parametrize("value", ["\ud800", "x" * 1_000_000], ids=["half", "long"])
+def test_variables_of_the_template_are_held_against_the_same_limits(value: str) -> None:
+    tokenizer = json_tokenizer()
+    tokenizer.chat_template = "{{ date }}" + TOOL_TEMPLATE
+    model = tiny_model("llama", vocab_size=VOCABULARY)
+    body = asked(chat_template_kwargs={"date": value})
+    with tiny_server(model=model, tokenizer=tokenizer) as server, server.http() as http:
+        told = http.post(
+            "/v1/chat/completions",
+            content=json.dumps(body),
+            headers={"Content-Type": "application/json"},
+        )
+        assert told.status_code == 400
+        assert told.json()["error"]["param"] == "chat_template_kwargs"
+
+
 def test_where_no_call_may_be_text_is_text(server: TinyServer) -> None:
     [choice] = server.client().chat.completions.create(**says(MANY, tool_choice="none")).choices
     assert choice.message.content == MANY and choice.message.tool_calls is None
@@ -413,7 +429,7 @@ def called(arguments: str, **more: Any) -> list[Any]:
         ),
         ({"messages": called("[]")}, "no object in JSON", None),
         ({"messages": called('{"a":' * 70 + "1" + "}" * 70)}, "more than 64 levels", None),
-        ({"messages": called('{"a":' * 90_000)}, "nested too deeply", None),
+        ({"messages": called('{"a":' * 2_000)}, "nested too deeply", None),
         ({"messages": called("{}", role="user")}, "calls nothing", "messages.0.tool_calls"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},

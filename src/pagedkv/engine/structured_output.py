@@ -7,6 +7,7 @@ The names are vLLM's. `docs/structured-output.md` is the page for users.
 from __future__ import annotations
 
 import json as json_text
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,13 +33,21 @@ MAX_INTERSECTED_PATTERNS = 12
 a text takes twice as long for each more, from 16 on seconds."""
 
 MAX_MULTIPLE = 10_000
-"""What numbers are multiples of, without its zeros: 44 ms to compile; 100,000 takes a second."""
+"""What numbers are multiples of, without its zeros, and the least common multiple of all of these,
+since they may be of one number: 44 ms to compile; 100,000 takes a second."""
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 _COMBINING = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 """What a schema has besides its own keywords, to hold together with them."""
 
+
+_LITERALS = r'"(?:\\[\s\S]|[^"\\])*+\\?(?:"|\Z)|(?://|#)[^\n]*|/(?:\\.|[^/\\\n])*+\\?(?:/|$)'
+_CLASSES = r"|\[(?:\\.|[^\]\\\n])*+\\?(?:\]|$)"
+"""Texts, comments and expressions in a grammar, and classes of characters in GBNF's. What has no
+end is read as far as it goes, or it would be read again and again."""
+
+_COMBINED = re.compile("[&~]")
 
 _INNER_SCHEMA = re.compile(r"%json\s*")
 """What stands before a schema in a grammar."""
@@ -95,6 +104,7 @@ class StructuredOutput:
         _check_text(self.kind, self.text)
         if self.grammar is not None:
             _check_inner_schemas(self.grammar)
+            _check_operators(self.grammar)
 
     @property
     def kind(self) -> str:
@@ -113,6 +123,8 @@ class StructuredOutput:
 
 def _schema_text(schema: Any) -> str:
     try:
+        if isinstance(schema, str):
+            _check_text("json", schema)  # before anybody parses it
         parsed = json_text.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(parsed, bool | Mapping):
             raise InvalidInput(f"json is {type(parsed).__name__}: a schema is an object")
@@ -145,6 +157,7 @@ def check_nesting(value: Any) -> None:
 def _check_cost(schema: Any) -> None:
     """Refuse what would take seconds to compile, as far as it can be told by its looks."""
     num_properties = num_patterns = num_intersected = 0
+    multiple = 1
     to_see = [(schema, False)]
     while to_see:
         part, is_intersected = to_see.pop()
@@ -152,7 +165,12 @@ def _check_cost(schema: Any) -> None:
             to_see += [(inner, is_intersected) for inner in part]
         if not isinstance(part, Mapping):
             continue
-        _check_multiple(part.get("multipleOf"))
+        multiple = math.lcm(multiple, _multiple(part.get("multipleOf")))
+        if multiple > MAX_MULTIPLE:
+            raise InvalidInput(
+                f"json has multipleOf {part['multipleOf']}: at most {MAX_MULTIPLE} can be "
+                "followed, and so of all the least common multiple"
+            )
         properties = part.get("properties")
         num_properties += len(properties) if isinstance(properties, Mapping) else 0
         has_pattern = isinstance(part.get("pattern"), str) or isinstance(part.get("format"), str)
@@ -191,13 +209,19 @@ def _check_inner_schemas(grammar: str) -> None:
             raise InvalidInput("grammar: no JSON follows %json") from None
 
 
-def _check_multiple(multiple: Any) -> None:
-    if isinstance(multiple, int | float) and not isinstance(multiple, bool):
-        digits = Decimal(repr(multiple)).normalize().as_tuple().digits
-        if int("".join(map(str, digits)) or 0) > MAX_MULTIPLE:
-            raise InvalidInput(
-                f"json has multipleOf {multiple}: at most {MAX_MULTIPLE} can be followed"
-            )
+def _check_operators(grammar: str) -> None:
+    """Refuse a grammar that wants texts in several expressions at once, or in none of them."""
+    literals = _LITERALS + (_CLASSES if "::=" in grammar else "")
+    if _COMBINED.search(re.sub(literals, " ", grammar, flags=re.MULTILINE)):
+        raise InvalidInput("grammar has & or ~, which may take for ever to compile: leave them out")
+
+
+def _multiple(given: Any) -> int:
+    """The digits of a `multipleOf`, as a whole number; 1 for what is none."""
+    if not isinstance(given, int | float) or isinstance(given, bool) or not math.isfinite(given):
+        return 1
+    digits = Decimal(repr(given)).normalize().as_tuple().digits
+    return int("".join(map(str, digits))) or 1
 
 
 def _choices(choices: Any) -> tuple[str, ...]:

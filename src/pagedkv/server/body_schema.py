@@ -36,23 +36,31 @@ class WholeBody(Body):
         if isinstance(body, dict) and _has_more_values(body, MAX_VALUES):
             raise PydanticCustomError(
                 TOO_MANY_VALUES,
-                "the body has more than {most} values, token ids not counted",
+                "the body has more than {most} values, the token ids of prompts not counted",
                 {"most": f"{MAX_VALUES:,}"},
             )
         return body
 
 
+_OF_TOKEN_IDS = ("prompt", "tokens")
+"""Fields in which lists of integers are token ids, whose number has a limit of its own."""
+
+
 def _has_more_values(body: dict[str, Any], most: int) -> bool:
-    """Whether there are more values than `most` in `body`; a list of integers is one value."""
-    count = 0
-    unread: list[dict[str, Any] | list[Any]] = [body]
-    while unread:
-        value = unread.pop()
-        if isinstance(value, list) and set(map(type, value)) == {int}:
+    """Whether there are more values than `most` in `body`; a list of token ids is one."""
+    count = len(body)
+    unread = [(value, name in _OF_TOKEN_IDS) for name, value in body.items()]
+    while unread and count <= most:
+        value, may_be_ids = unread.pop()
+        if isinstance(value, list):
+            if may_be_ids and set(map(type, value)) == {int}:
+                continue
+            inner = value
+        elif isinstance(value, dict):
+            inner = list(value.values())
+        else:
             continue
-        count += len(value)
-        if count > most:
-            return True
-        inner = value.values() if isinstance(value, dict) else value
-        unread += [item for item in inner if isinstance(item, list | dict)]
-    return False
+        count += len(inner)
+        if count <= most:
+            unread += [(item, may_be_ids) for item in inner]
+    return count > most

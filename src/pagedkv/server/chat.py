@@ -21,6 +21,8 @@ from pagedkv.server.tool_shapes import CallDeltas, called_message, reason_to_end
 
 async def chat_prompt(body: ChatRequest, reader: PromptReader, receive: Receive) -> list[int]:
     """The token ids of a chat. Raises `ApiError`, `ClientLeft`."""
+    calls = [call for message in body.messages for call in message.tool_calls or ()]
+    reader.check_characters(sum(len(call.function.arguments) for call in calls), "messages")
     ids = await reader.chat(
         template_messages(body.messages),
         receive,

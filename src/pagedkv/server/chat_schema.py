@@ -110,7 +110,7 @@ class ChatRequest(ToolFields, SamplingFields):
     audio: Any = None
     function_call: Any = None
     functions: list[Any] | None = None
-    modalities: list[str] | None = None
+    modalities: ListOf[str] | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
     web_search_options: Any = None

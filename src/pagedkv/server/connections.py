@@ -62,6 +62,9 @@ def bounded_protocol(
             self._is_in_head = True
             self._is_one_head = True
             """Whether nothing but this head came in what is being read."""
+            self._is_in_body = False
+            """Whether what is being read has a part of a body in it."""
+            self._trailer_bytes = 0  # that came since then and are no head either
             self._is_offered_another = False
             self.url = b""
             self.headers: list[tuple[bytes, bytes]] = []
@@ -95,17 +98,16 @@ def bounded_protocol(
             while data and self._refusal is None:
                 room = _MAX_HEAD_BYTES - self._head_bytes if self._is_in_head else len(data)
                 if room == 0:
-                    self._refuse_in_turn(
-                        ApiError(
-                            431,
-                            f"the head of a request may have {_MAX_HEAD_BYTES:,} bytes",
-                            code="head_too_large",
-                        )
-                    )
+                    self._refuse_in_turn(_head_too_large())
                     return
                 part, data = data[:room], data[room:]
                 self._is_one_head = self._is_in_head
+                self._is_in_body = False
                 self._read(part)
+                is_trailer = not (self._is_in_head or self._is_in_body)
+                self._trailer_bytes = self._trailer_bytes + len(part) if is_trailer else 0
+                if self._trailer_bytes > _MAX_HEAD_BYTES and self._refusal is None:
+                    self._refuse_in_turn(_head_too_large())
                 # What came with something before it is not counted: where it began is not known.
                 self._head_bytes = self._head_bytes + len(part) if self._is_one_head else 0
 
@@ -140,6 +142,16 @@ def bounded_protocol(
             self._is_in_head = True
             self._begun_s = self.loop.time()
             super().on_message_begin()
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            """A header. One that comes behind a body says nothing of the request any more."""
+            if self._is_in_head:
+                super().on_header(name, value)
+
+        def on_body(self, body: bytes) -> None:
+            """A part of a body has come."""
+            self._is_in_body = True
+            super().on_body(body)
 
         def on_headers_complete(self) -> None:
             """A request has said what it wants."""
@@ -260,6 +272,14 @@ def bounded_protocol(
             self._idle_timer = self.loop.call_later(_REFUSED_S, self.transport.close)
 
     return BoundedProtocol
+
+
+def _head_too_large() -> ApiError:
+    return ApiError(
+        431,
+        f"the head of a request may have {_MAX_HEAD_BYTES:,} bytes",
+        code="head_too_large",
+    )
 
 
 def _end_where_the_connection_does(cycle: RequestResponseCycle) -> None:

@@ -44,7 +44,7 @@ def add_generation(
         ask = chat_ask(body, serving.limits.max_answers)
         with serving.arriving(arrived_s, num_prompts=1, num_samples=ask.params.n):
             prompt = await chat_prompt(body, reader, request.receive)
-        await _compile(serving, reader, ask, body, request)
+            await _compile(serving, reader, ask, body, request)
         exchange = _begun(serving, [prompt], ask, body, request, arrived_s)
         if not body.stream:
             async with watched(request.receive, exchange):
@@ -64,7 +64,7 @@ def add_generation(
         num_prompts = len(body.prompts)
         with serving.arriving(arrived_s, num_prompts=num_prompts, num_samples=ask.params.n):
             prompts, texts = await completion_prompts(body, reader, request.receive)
-        await _compile(serving, reader, ask, body, request)
+            await _compile(serving, reader, ask, body, request)
         exchange = _begun(serving, prompts, ask, body, request, arrived_s)
         if not body.stream:
             async with watched(request.receive, exchange):

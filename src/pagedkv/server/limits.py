@@ -14,7 +14,7 @@ MAX_STOP_TOKEN_IDS = 1_024
 MAX_TOOLS = 128
 """OpenAI's number."""
 MAX_VALUES = 50_000
-"""In a body, token ids not counted: a chat of 10,000 messages has as many."""
+"""In a body, the token ids of prompts not counted: a chat of 10,000 messages has as many."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,7 @@ class PromptReader:
         """The token ids of each text, however many. Raises `ApiError`, `ClientLeft`."""
         tokenizer = self._needed(param)
         for text in texts:
-            self._check_characters(len(text), param)
+            self.check_characters(len(text), param)
             _check_unicode(text, param)
 
         def tokenize(is_wanted: Wanted) -> list[list[int]]:
@@ -111,9 +111,10 @@ class PromptReader:
         texts = {
             "messages": [_text(value) for message in messages for value in message.values()],
             "tools": [_text(tool) for tool in tools],
+            "chat_template_kwargs": [_text(template_arguments)] if template_arguments else [],
         }
         for param, found in texts.items():
-            self._check_characters(sum(map(len, found)), param)
+            self.check_characters(sum(map(len, found)), param)
             for text in found:
                 _check_unicode(text, param)
         has_calls = any("tool_calls" in message for message in messages)
@@ -131,7 +132,7 @@ class PromptReader:
                 tools=tools,
             )
 
-        length = sum(map(len, [*texts["messages"], *texts["tools"]]))
+        length = sum(len(text) for found in texts.values() for text in found)
         try:
             return await self._run(length, tokenize, receive)
         except InvalidInput as problem:
@@ -200,8 +201,11 @@ class PromptReader:
                 code="unsupported_parameter",
             )
 
-    def _check_characters(self, length: int, param: str) -> None:
-        """Refuse what cannot fit before time is spent on it: each token has its longest text."""
+    def check_characters(self, length: int, param: str) -> None:
+        """Refuse what cannot fit before time is spent on it: each token has its longest text.
+
+        Raises `ApiError`.
+        """
         if length > self._max_characters:
             raise ApiError(
                 400,

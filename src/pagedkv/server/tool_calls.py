@@ -242,7 +242,9 @@ def call_grammar(schemas: Mapping[str, str], otherwise: str | None = None, *, is
     for name, schema in parts.items():
         whole = {**json.loads(schema), "x-guidance": {"whitespace_pattern": _WHITESPACE}}
         # No % in it: behind one the grammar's own words begin.
-        lines.append(f"{name}: %json " + json.dumps(whole).replace("%", r"\u0025"))
+        lines.append(
+            f"{name}: %json " + json.dumps(whole, separators=(",", ":")).replace("%", r"\u0025")
+        )
     return "\n".join(lines)
 
 
