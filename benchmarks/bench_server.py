@@ -351,7 +351,7 @@ def watching(model: str | None) -> None:
     callers, block_size = (64, 16) if model is None else (8, 4)
     made = LLM(
         model or tiny_model("llama"),
-        dtype="float32",
+        dtype="auto" if model is None else "float32",
         num_blocks=40_960,
         block_size=block_size,
         max_num_seqs=callers,
