@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from pagedkv._version import __version__
+from pagedkv.cli.announcing import speaking_for
 from pagedkv.cli.generate import generate
 from pagedkv.cli.option_names import in_option_names
 from pagedkv.cli.serve import serve
@@ -33,7 +34,7 @@ class Command(TyperCommand):
         """Run the command; help and mistakes in the command line never come here."""
         from pagedkv.compiling import on_first_compilation
 
-        with on_first_compilation(_say_compiling):
+        with on_first_compilation(_say_compiling), speaking_for(self.get_params(ctx)):
             try:
                 return super().invoke(ctx)
             except TraceError:
