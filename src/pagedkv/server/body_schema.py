@@ -7,12 +7,12 @@ before it looks, and lists are read as far as their first mistake.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from pagedkv.server.body_errors import TOO_MANY_VALUES
+from pagedkv.server.body_errors import TOO_MANY_VALUES, UNSUPPORTED
 from pagedkv.server.limits import MAX_VALUES
 
 Item = TypeVar("Item")
@@ -25,6 +25,24 @@ class Body(BaseModel):
     """A body, or a part of one. Fields that nobody knows are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Typed(Body):
+    """A part of a body that says its type. One of another type is something that others can do."""
+
+    of_another: ClassVar[str]
+    """What is said of that, with `{kind}` for it."""
+
+    type: Any
+    """A literal, in whatever is made of this."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        if isinstance(kind, str) and kind not in get_args(cls.model_fields["type"].annotation):
+            raise PydanticCustomError(UNSUPPORTED, cls.of_another, {"kind": repr(kind[:64])})
+        return given
 
 
 class WholeBody(Body):

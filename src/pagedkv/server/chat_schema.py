@@ -5,36 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from pagedkv.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from pagedkv.engine.structured_output import StructuredOutput
 from pagedkv.errors import InvalidInput
-from pagedkv.server.body_errors import UNSUPPORTED
-from pagedkv.server.body_schema import Body, ListOf
+from pagedkv.server.body_schema import Body, ListOf, Typed
 from pagedkv.server.errors import ApiError
 from pagedkv.server.sampling_schema import SamplingFields
 from pagedkv.server.tool_schema import ToolCall, ToolFields
 
 
-class TextPart(Body):
+class TextPart(Typed):
     """A piece of a message's content."""
+
+    of_another = "content of type {kind} is not supported: text alone is, no images and no sound"
 
     type: Literal["text"]
     text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_type(cls, part: Any) -> Any:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise PydanticCustomError(
-                UNSUPPORTED,
-                "content of type {kind} is not supported: text alone is, no images and no sound",
-                {"kind": repr(kind[:64])},
-            )
-        return part
 
 
 class Message(Body):

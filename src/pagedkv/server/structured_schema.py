@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from pagedkv.engine.structured_output import MAX_STRUCTURE_CHARACTERS, StructuredOutput
 from pagedkv.errors import InvalidInput
-from pagedkv.server.body_errors import UNSUPPORTED
-from pagedkv.server.body_schema import Body, ListOf, WholeBody
+from pagedkv.server.body_schema import Body, ListOf, Typed, WholeBody
 from pagedkv.server.errors import ApiError
 
 Schema = dict[str, Any] | bool | str
@@ -18,8 +16,6 @@ Schema = dict[str, Any] | bool | str
 
 _Text = Annotated[str, Field(max_length=MAX_STRUCTURE_CHARACTERS)]
 _Choices = Annotated[ListOf[_Text], Field(min_length=1)]
-
-_FORMATS = ("text", "json_object", "json_schema")
 
 
 class JSONSchemaFormat(Body):
@@ -31,23 +27,13 @@ class JSONSchemaFormat(Body):
     strict: bool | None = None
 
 
-class ResponseFormat(Body):
+class ResponseFormat(Typed):
     """Which form the answer has, in OpenAI's words. A schema is followed, `strict` or not."""
+
+    of_another = "{kind} is not supported: text, json_object and json_schema are"
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchemaFormat | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_type(cls, given: Any) -> Any:
-        kind = given.get("type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind not in _FORMATS:
-            raise PydanticCustomError(
-                UNSUPPORTED,
-                "{kind} is not supported: text, json_object and json_schema are",
-                {"kind": repr(kind[:64])},
-            )
-        return given
 
 
 class StructuredOutputs(Body):

@@ -6,13 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from pagedkv.engine.structured_output import StructuredOutput, check_nesting
 from pagedkv.errors import InvalidInput
-from pagedkv.server.body_errors import UNSUPPORTED
-from pagedkv.server.body_schema import Body, ListOf
+from pagedkv.server.body_schema import Body, ListOf, Typed
 from pagedkv.server.errors import ApiError
 from pagedkv.server.limits import MAX_TOOLS
 from pagedkv.server.tool_calls import CallReader, ForcedCalls, FreeCalls, call_grammar
@@ -20,22 +18,12 @@ from pagedkv.server.tool_calls import CallReader, ForcedCalls, FreeCalls, call_g
 _Name = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
-class _OfFunctions(Body):
+class _OfFunctions(Typed):
     """What has a type, which is that of functions."""
 
-    type: Literal["function"]
+    of_another = "type {kind} is not supported: function is"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _check_type(cls, given: Any) -> Any:
-        kind = given.get("type") if isinstance(given, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise PydanticCustomError(
-                UNSUPPORTED,
-                "type {kind} is not supported: function is",
-                {"kind": repr(kind[:64])},
-            )
-        return given
+    type: Literal["function"]
 
 
 class Function(Body):
