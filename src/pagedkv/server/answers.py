@@ -148,6 +148,13 @@ async def answer_events(
     yield DONE
 
 
+def written_end(chunk: Chunk) -> str:
+    """Why a sample ended with this chunk, if it did, as the fields of an event's choice."""
+    reason = "null" if chunk.finish_reason is None else f'"{chunk.finish_reason}"'
+    stop = "" if chunk.stop_reason is None else f',"stop_reason":{json.dumps(chunk.stop_reason)}'
+    return f'"finish_reason":{reason}{stop}'
+
+
 def error_event(error: Exception) -> bytes:
     """The event that tells a stream's client what broke it off."""
     if isinstance(error, InvalidInput):

@@ -10,7 +10,7 @@ from starlette.types import Receive
 
 from pagedkv.engine.outputs import Chunk, Completion
 from pagedkv.engine.request import Request
-from pagedkv.server.answers import Ask, Heading, answer_events, usage
+from pagedkv.server.answers import Ask, Heading, answer_events, usage, written_end
 from pagedkv.server.chat_schema import ChatRequest, template_messages
 from pagedkv.server.exchange import Exchange
 from pagedkv.server.logprob_shapes import TokenNames, chat_logprobs
@@ -115,11 +115,9 @@ def _piece(chunk: Chunk, place: int, is_first: bool, names: TokenNames | None) -
     if chunk.logprobs is not None and names is not None:
         logprobs = json.dumps(chat_logprobs(chunk.logprobs, names), separators=(",", ":"))
     role = '"role":"assistant",' if is_first else ""
-    reason = "null" if chunk.finish_reason is None else f'"{chunk.finish_reason}"'
-    stop = "" if chunk.stop_reason is None else f',"stop_reason":{json.dumps(chunk.stop_reason)}'
     return (
         f'{{"index":{place},"delta":{{{role}"content":{json.dumps(chunk.text)}}},'
-        f'"logprobs":{logprobs},"finish_reason":{reason}{stop}}}'
+        f'"logprobs":{logprobs},{written_end(chunk)}}}'
     )
 
 

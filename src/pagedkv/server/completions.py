@@ -10,7 +10,7 @@ from starlette.types import Receive
 
 from pagedkv.engine.outputs import Chunk, Completion
 from pagedkv.engine.request import Request
-from pagedkv.server.answers import Ask, Heading, answer_events, usage
+from pagedkv.server.answers import Ask, Heading, answer_events, usage, written_end
 from pagedkv.server.completion_schema import CompletionRequest
 from pagedkv.server.exchange import Exchange
 from pagedkv.server.logprob_shapes import TokenNames, completion_logprobs
@@ -171,9 +171,6 @@ def _piece(
         shape = completion_logprobs(chunk.logprobs, chunk.token_ids, names, offset=offset)
         offset += sum(map(len, shape["tokens"]))
         logprobs = json.dumps(shape, separators=(",", ":"))
-    reason = "null" if chunk.finish_reason is None else f'"{chunk.finish_reason}"'
-    stop = "" if chunk.stop_reason is None else f',"stop_reason":{json.dumps(chunk.stop_reason)}'
     return (
-        f'{{"index":{index},"text":{json.dumps(text)},"logprobs":{logprobs},'
-        f'"finish_reason":{reason}{stop}}}'
+        f'{{"index":{index},"text":{json.dumps(text)},"logprobs":{logprobs},{written_end(chunk)}}}'
     ), offset
