@@ -238,14 +238,7 @@ class LLM:
                         grammar=grammars[i],
                     )
                     requests.append(request)
-            have_ended = not requests
-            while not have_ended:
-                self._driving.turn()
-                # Before the look at failures: another thread's step may end them in between.
-                have_ended = all(request.is_finished for request in requests)
-                if told is not None and told.failure is not None:
-                    raise told.failure
-                _raise_failure(requests)
+            self._run(requests, told)
         finally:
             self._cancel(requests)
         return [request.generation() for request in requests]
@@ -276,14 +269,24 @@ class LLM:
                         ids, each[i], prompt=text, name=f"prompt {i + 1}", namespace=namespace
                     )
                     requests.append(request)
-            have_ended = not requests
-            while not have_ended:
-                self._driving.turn()
-                have_ended = all(request.is_finished for request in requests)
-                _raise_failure(requests)
+            self._run(requests)
         finally:
             self._cancel(requests)
         return [request.generation() for request in requests]
+
+    def _run(self, requests: Sequence[Request | BeamRequest], told: _Told | None = None) -> None:
+        """Run steps until these have ended. Raises what one of them failed of, whichever thread ran
+        that step, or who is told of them."""
+        have_ended = not requests
+        while not have_ended:
+            self._driving.turn()
+            # Before the look at failures: another thread's step may end them in between.
+            have_ended = all(request.is_finished for request in requests)
+            if told is not None and told.failure is not None:
+                raise told.failure
+            for request in requests:
+                if request.failure is not None:
+                    raise request.failure
 
     def _cancel(self, requests: Sequence[Request | BeamRequest]) -> None:
         with self._driving.engine() as engine:
@@ -648,13 +651,6 @@ class _Driving:
         for order in running:
             if order.request is not None and order.request.failure is not None:
                 order.tell(order.request.failure)
-
-
-def _raise_failure(requests: Sequence[Request | BeamRequest]) -> None:
-    """Raise what one of these failed of, whichever thread ran that step."""
-    for request in requests:
-        if request.failure is not None:
-            raise request.failure
 
 
 def _loaded(
