@@ -123,9 +123,10 @@ class StructuredOutput:
 
 def _schema_text(schema: Any) -> str:
     try:
+        parsed = schema
         if isinstance(schema, str):
             _check_text("json", schema)  # before anybody parses it
-        parsed = json_text.loads(schema) if isinstance(schema, str) else schema
+            parsed = json_text.loads(schema)
         if not isinstance(parsed, bool | Mapping):
             raise InvalidInput(f"json is {type(parsed).__name__}: a schema is an object")
         if parsed is False:
